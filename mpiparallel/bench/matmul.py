@@ -1,0 +1,37 @@
+"""`bench matmul`: the rate of plain matrix products, which everything else is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from mpiparallel.backend import xp
+from mpiparallel.mesh import Mesh
+
+
+def matmul_rate(dtype: str, *, seconds: float, size: int = 1024) -> float:
+    """FLOP/s of products of two (size, size) matrices on this rank: the mean over repetitions for
+    `seconds`, at least three. No message."""
+    generator = np.random.default_rng(0)
+    a = xp.asarray(generator.standard_normal((size, size)), dtype)
+    b = xp.asarray(generator.standard_normal((size, size)), dtype)
+    out = xp.empty_like(a)
+    xp.matmul(a, b, out=out)
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        start = time.perf_counter()
+        xp.matmul(a, b, out=out)
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 * len(times) / sum(times)
+
+
+def matmul_peak(mesh: Mesh, dtype: str, *, seconds: float = 0.2) -> float:
+    """FLOP/s of all ranks together, multiplying at the same time on the cores that they share.
+
+    Every rank calls and gets the sum. Not counted in the ledger.
+    """
+    with mesh.ledger.aside():
+        mesh.world.allreduce(np.zeros(1))  # so that all start together
+        rate = matmul_rate(dtype, seconds=seconds)
+        return float(mesh.world.allreduce(np.array([rate]))[0])

@@ -1,0 +1,1 @@
+"""The one door: every message of mpiparallel goes through a Group and is counted in a Ledger."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, their messages, proof, timing and execution."""

@@ -1,0 +1,62 @@
+"""How tests behave under mpirun: one voice, and no rank left waiting.
+
+Ranks other than 0 are silent. The first rank on which a test fails says so, with its number, and
+ends the job: the others may be waiting for it. A rank that hangs is ended by pytest-timeout.
+"""
+
+import io
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiparallel.cli import FirstFailure
+from mpiparallel.comm.group import Group
+from mpiparallel.comm.ledger import Ledger
+
+WORLD = MPI.COMM_WORLD
+FIRST_FAILURE = FirstFailure(WORLD)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if WORLD.rank != 0:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        reporter._tw._file = io.StringIO()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.failed and WORLD.size > 1:
+        FIRST_FAILURE.end_all_ranks(
+            f"\nrank {WORLD.rank} of {WORLD.size}: {item.nodeid} failed\n{report.longreprtext}"
+        )
+
+
+def pytest_unconfigure(config):
+    FIRST_FAILURE.forget()
+
+
+@pytest.fixture
+def world():
+    """All ranks as a Group with a ledger of its own."""
+    group = Group(WORLD.Dup(), "world", ledger=Ledger(), timeout=20)
+    yield group
+    group.free()
+
+
+@pytest.fixture
+def rng():
+    """The same random numbers on every rank."""
+    return np.random.default_rng(7)
+
+
+def factorings(ranks=WORLD.size):
+    """All (dp, pp, tp) whose product is the number of ranks."""
+    return [
+        (dp, pp, ranks // dp // pp)
+        for dp in range(1, ranks + 1)
+        for pp in range(1, ranks + 1)
+        if ranks % dp == 0 and ranks // dp % pp == 0
+    ]

@@ -1,0 +1,219 @@
+"""Known ways such systems go wrong, each as a small case with its right value.
+
+The serial equality of test_meshes.py would catch most of them; these say which one it was.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from conftest import WORLD, factorings
+from small import batch, gathered, trainer
+
+from mpiparallel.comm.group import Group
+from mpiparallel.data import Corpus
+from mpiparallel.data_parallel.gradients import average_gradients
+from mpiparallel.mesh import Mesh
+from mpiparallel.model import GPT
+from mpiparallel.model_config import ModelConfig
+from mpiparallel.optimizer import AdamW, clip_scale, local_square_sum
+from mpiparallel.parameter import Layout, Parameter
+from mpiparallel.pipeline.executor import Executor
+from mpiparallel.pipeline.messages import Message
+from mpiparallel.pipeline.tied import sum_tied_gradients
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+
+def parameter(name, gradient, layout=None, holders=(), tp=None):
+    """A parameter with a given gradient on this rank."""
+    gradient = np.atleast_1d(np.asarray(gradient, float))
+    layout = layout or Layout()
+    size = tp.size if tp else 1
+    shape = (gradient.size * (size if layout.cut == 0 else 1),)
+    made = Parameter(name, shape, layout, "zeros", tp.rank if tp else 0, size, holders)
+    made.data, made.grad = np.zeros_like(gradient), gradient
+    return made
+
+
+def global_norm(mesh, parameters):
+    """The norm as the Trainer puts it together."""
+    squares = local_square_sum(parameters, mesh.pp.rank) if mesh.dp.rank == 0 else 0.0
+    return math.sqrt(mesh.world.allreduce(np.array([squares]))[0])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_replicated_over_tp_is_counted_once_in_the_norm():
+    with Mesh(WORLD.size // 2, 1, 2) as mesh:
+        shard = parameter("cut", [3.0, 4.0][mesh.tp.rank], Layout(0), tp=mesh.tp)
+        replicated = parameter("whole", 12.0, tp=mesh.tp)
+        assert global_norm(mesh, [shard, replicated]) == pytest.approx(13.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_norm_is_global_over_stages_and_clips_all_alike():
+    with Mesh(WORLD.size // 2, 2, 1) as mesh:
+        gradient = [3.0, 4.0][mesh.pp.rank]
+        norm = global_norm(mesh, [parameter(f"stage{mesh.pp.rank}", gradient)])
+        assert norm == pytest.approx(5.0)
+        assert gradient * clip_scale(norm, 1.0) == pytest.approx([0.6, 0.8][mesh.pp.rank])
+
+
+@pytest.mark.parametrize("pp", [size for size in (1, 2, 4, 8) if WORLD.size % size == 0])
+def test_tied_gradients_are_summed_over_first_and_last_stage_and_counted_once(pp):
+    with Mesh(WORLD.size // pp, pp, 1) as mesh:
+        holders = tuple(sorted({0, pp - 1}))
+        here = mesh.pp.rank in holders
+        value = 3.0 if mesh.pp.rank == 0 else 4.0
+        mine = [parameter("tied", value, holders=holders)] if here else []
+        sum_tied_gradients(mine, mesh.pp)
+        right = 3.0 if pp == 1 else 7.0
+        assert all(tied.grad[0] == right for tied in mine)
+        assert global_norm(mesh, mine) == pytest.approx(right)
+        ops = {row["op"] for row in mesh.ledger.rows() if row["axis"] == "pp"}
+        assert ops <= {"isend", "irecv"}, "point to point only"
+
+
+@pytest.mark.mpi(min_size=3)
+def test_three_holders_of_a_tied_parameter_get_the_same_bits():
+    with Mesh(1, WORLD.size, 1) as mesh:
+        generator = np.random.default_rng(mesh.pp.rank)
+        mine = [parameter("tied", generator.standard_normal(9), holders=(0, 1, 2))]
+        mine = mine if mesh.pp.rank < 3 else []
+        sum_tied_gradients(mine, mesh.pp)
+        right = sum(np.random.default_rng(rank).standard_normal(9) for rank in range(3))
+        results = WORLD.allgather(mine[0].grad.tobytes() if mine else None)
+        assert len(set(results[:3])) == 1
+        for tied in mine:
+            np.testing.assert_allclose(tied.grad, right, rtol=1e-14)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "mpi"])
+def test_accumulated_gradients_are_averaged_once_two_steps_in_a_row(world, algorithm):
+    weight = parameter("weight", 0.0)
+    for _ in range(2):
+        weight.zero_grad()
+        for micro_batch in (1.0, 2.0, 3.0):
+            weight.add_grad(np.array([micro_batch]))
+        average_gradients(weight.grad, world, algorithm)
+        assert weight.grad[0] == 6.0
+
+
+def test_accumulation_divides_by_nothing_of_its_own():
+    # Four micro-batches whose scaled gradients are 1/4 each: the gradient of a mean is 1.
+    weight = parameter("weight", 0.0)
+    weight.zero_grad()
+    for _ in range(4):
+        weight.add_grad_matmul(np.array([[0.25]]), np.array([1.0]))
+    assert weight.grad[0] == 1.0
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in factorings() if mesh[0] <= 2])
+def test_the_loss_is_the_sum_over_valid_tokens_by_their_global_count(mesh):
+    # Row 0 has one label, row 1 three, on different replicas where dp = 2.
+    tokens_and_labels = batch(0, size=2)
+    labels = np.full_like(tokens_and_labels.labels, -100)
+    labels[0, 2], labels[1, 1:4] = 5, [1, 2, 3]
+    tokens_and_labels.labels, tokens_and_labels.valid = labels, 4
+    changes = dict(layers=max(3, mesh[1]), global_batch=2, micro_batches=1)
+    with trainer(*mesh, **changes) as made:
+        whole = made.gradients(tokens_and_labels)
+        gradients = gathered(made, "grad")
+        parts = []
+        for row in range(2):
+            alone = batch(0, size=2)
+            alone.labels = np.where(np.arange(2)[:, None] == row, labels, -100)
+            alone.valid = 4
+            parts.append((made.gradients(alone).loss, gathered(made, "grad")))
+    assert whole.loss == pytest.approx(parts[0][0] + parts[1][0], rel=1e-12)
+    if gradients is not None:
+        for name, gradient in gradients.items():
+            total = parts[0][1][name] + parts[1][1][name]
+            np.testing.assert_allclose(gradient, total, atol=1e-12 * np.abs(total).max() + 1e-15)
+
+
+def test_adam_steps_are_one_count_and_each_update_is_lr():
+    weights = [parameter("a", 1.0), parameter("b", [1.0, 1.0])]
+    optimizer = AdamW(weights, beta1=0.9, beta2=0.99, weight_decay=0.0)
+    for step in range(1, 6):
+        optimizer.step(0.1)
+        for weight in weights:
+            np.testing.assert_allclose(weight.data, -0.1 * step, rtol=1e-6)
+
+
+def test_the_optimizer_follows_a_loaded_weight():
+    weight = parameter("weight", 1.0)
+    optimizer = AdamW([weight], beta1=0.9, beta2=0.99, weight_decay=0.1)
+    weight.load(np.array([5.0]))
+    optimizer.step(0.0)
+    assert weight.data[0] == 5.0
+
+
+def test_ranks_that_differ_in_tp_or_pp_only_see_the_same_data_and_replicas_disjoint_data():
+    corpus = Corpus(np.arange(5000, dtype=np.int32), 4)
+    for shape in factorings():
+        with Mesh(*shape) as mesh:
+            if 16 % mesh.dp.size:
+                continue
+            rows = corpus.batch(0, 3, 16).shard(mesh.dp.rank, mesh.dp.size).tokens
+            seen = WORLD.allgather((mesh.coordinates.dp, rows.tolist()))
+            by_replica = {}
+            for dp, tokens in seen:
+                assert by_replica.setdefault(dp, tokens) == tokens
+            together = [row for dp in sorted(by_replica) for row in by_replica[dp]]
+            assert together == corpus.batch(0, 3, 16).tokens.tolist()
+
+
+def test_tags_stay_in_range_and_do_not_grow_with_steps(world):
+    # MPI promises tags up to 32767; a 64-stage pipeline with 128 micro-batches fits.
+    config = ModelConfig(64, 8, 1, 8, 5, 4)
+    alone = Group(WORLD.Split(WORLD.rank), "tp")
+    executor = Executor(GPT(config, alone, tuple(range(64)), 0), world, "float32")
+    tags = {
+        executor._tag(Message(kind, stage, micro_batch, 0, 1))
+        for kind in ("activation", "gradient")
+        for stage in range(64)
+        for micro_batch in range(128)
+    }
+    assert len(tags) == 2 * 64 * 128
+    assert max(tags) <= 32767
+    alone.free()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_receive_buffer_keeps_dtype_and_values_through_three_stages(world):
+    if world.rank >= 3:
+        return
+    for dtype in ("float32", "float64"):
+        buffer = np.arange(4, dtype=dtype) + 0.1
+        sent = buffer.copy()
+        if world.rank > 0:
+            buffer = world.recv(np.empty(4, dtype), world.rank - 1)
+        if world.rank < 2:
+            world.send(buffer, world.rank + 1)
+        np.testing.assert_array_equal(buffer, sent)
+        assert buffer.dtype == dtype
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_every_pipeline_completes_when_every_send_is_an_ssend(micro_batches):
+    pp = min(4, WORLD.size)
+    losses = []
+    for synchronous in (False, True):
+        with trainer(WORLD.size // pp, pp, 1, layers=5, micro_batches=micro_batches) as made:
+            made.mesh.pp.synchronous_sends = synchronous
+            losses.append(made.gradients(batch(0)).loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("tp", [size for size in (1, 2, 4, 8) if WORLD.size % size == 0])
+def test_cutting_and_joining_is_the_identity_for_every_parameter(tp):
+    config = ModelConfig(layers=2, hidden=16, heads=8, feed_forward=24, vocabulary=13, sequence=6)
+    with Mesh(WORLD.size // tp, 1, tp) as mesh:
+        model = GPT(config, mesh.tp, (0,), 0)
+        for number, made in enumerate(model.parameters):
+            values = np.random.default_rng(number).standard_normal(made.shape)
+            made.load(values)
+            shards = mesh.tp.communicator.allgather(made.data)
+            np.testing.assert_array_equal(made.layout.join(shards, made.shape), values)
