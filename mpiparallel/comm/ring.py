@@ -15,10 +15,18 @@ its right neighbour and receives another from its left, so all links are busy al
 Each half takes p-1 steps and sends (p-1)/p of the array: 2(p-1)/p in all, however many ranks
 there are (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). Each chunk is
 summed along one path and then copied, so all ranks end with the same bits.
+
+An algorithm here is a generator. It posts messages, yields those that it needs next, and goes on
+when it is resumed, waiting for them if they are not there yet. To run it through is to call it
+blocking; to resume it only when its messages have arrived is to overlap it with something else.
 """
 
+from collections.abc import Iterator
+
 from mpiparallel.backend import xp
-from mpiparallel.comm.group import Group
+from mpiparallel.comm.group import Group, Pending
+
+Steps = Iterator[tuple[Pending, ...]]
 
 
 def chunk_bounds(length: int, parts: int) -> list[int]:
@@ -26,11 +34,11 @@ def chunk_bounds(length: int, parts: int) -> list[int]:
     return [length * part // parts for part in range(parts + 1)]
 
 
-def reduce_scatter(group: Group, flat, *, part_of: str = "reduce_scatter") -> None:
+def reduce_scatter_steps(group: Group, flat, part_of: str = "reduce_scatter") -> Steps:
     """Sum `flat` over the ranks, in place: chunk r of rank r ends as the sum, the rest is spent.
 
     flat : contiguous 1-D array, the same length and dtype on every rank, at least float32 wide
-        where it is floating.
+        where it is floating. part_of : the ledger's row for the messages.
     """
     rank, size = group.rank, group.size
     bounds = chunk_bounds(flat.size, size)
@@ -41,11 +49,12 @@ def reduce_scatter(group: Group, flat, *, part_of: str = "reduce_scatter") -> No
         arriving = _chunk(flat, bounds, rank - step - 2)
         received = group.irecv(scratch[: arriving.size], left, part_of=part_of)
         sent = group.isend(leaving, right, part_of=part_of)
+        yield received, sent
         arriving += received.wait()
         sent.wait()
 
 
-def allgather(group: Group, flat, *, part_of: str = "allgather") -> None:
+def allgather_steps(group: Group, flat, part_of: str = "allgather") -> Steps:
     """Fill `flat` on every rank, in place, from chunk r of rank r."""
     rank, size = group.rank, group.size
     bounds = chunk_bounds(flat.size, size)
@@ -54,16 +63,23 @@ def allgather(group: Group, flat, *, part_of: str = "allgather") -> None:
         arriving = _chunk(flat, bounds, rank - step - 1)
         received = group.irecv(arriving, left, part_of=part_of)
         sent = group.isend(_chunk(flat, bounds, rank - step), right, part_of=part_of)
+        yield received, sent
         received.wait()
         sent.wait()
 
 
-def allreduce(group: Group, array) -> None:
-    """Sum a C-contiguous array over the ranks, in place. All ranks of the group call it."""
+def allreduce_steps(group: Group, array) -> Steps:
+    """Sum a C-contiguous array over the ranks, in place. All ranks of the group run it."""
     flat = array.reshape(-1)
     group.ledger.add(group.axis, "allreduce", calls=1)
-    reduce_scatter(group, flat, part_of="allreduce")
-    allgather(group, flat, part_of="allreduce")
+    yield from reduce_scatter_steps(group, flat, part_of="allreduce")
+    yield from allgather_steps(group, flat, part_of="allreduce")
+
+
+def run(steps: Steps) -> None:
+    """Run an algorithm through, waiting for its messages as they are needed."""
+    for _ in steps:
+        pass
 
 
 def _chunk(flat, bounds: list[int], index: int):

@@ -16,7 +16,7 @@ def average_gradients(gradients, dp: Group, algorithm: str = "ring") -> None:
     algorithm : "ring" for the one written out in `comm/ring.py`, "mpi" for MPI's own Allreduce.
     """
     if algorithm == "ring":
-        ring.allreduce(dp, gradients)
+        ring.run(ring.allreduce_steps(dp, gradients))
     else:
         dp.allreduce(gradients, out=gradients)
     gradients /= dp.size
