@@ -42,7 +42,7 @@ lint: $(VENV)/.ready-test
 	$(BIN)/mypy
 
 unit: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests/unit
+	MPIRUN="$(MPIRUN)" $(BIN)/python -m pytest tests/unit
 
 # One mpirun per size carries all tests that want at least that many ranks.
 mpi: $(VENV)/.ready-test

@@ -47,9 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         return arguments.run(arguments)
     except UserError as error:
-        if _rank() == 0:
-            print(f"mpiparallel: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,7 +152,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         mesh.limit_blas_threads()
         placement = tuple(range(mesh.pp.size))
         model = GPT(config, mesh.tp, placement, mesh.pp.rank)
-        checkpoint.load(folder, model, settings.dtype)
+        agree(mesh.world.communicator, partial(checkpoint.load, folder, model, settings.dtype))
         drawn = generate(
             Executor(model, mesh.pp, settings.dtype),
             mesh,
@@ -197,26 +195,36 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
     failure = FirstFailure(world)
     where = f"rank {world.rank}"
     try:
-        mistake, prepared = None, None
-        try:
-            prepared = prepare(world.rank, world.size)
-        except UserError as error:
-            mistake = str(error)
-        mistakes = [text for text in world.allgather(mistake) if text is not None]
-        if mistakes:
-            raise UserError(mistakes[0])
-        assert prepared is not None
+        prepared = agree(world, partial(prepare, world.rank, world.size))
         settings = prepared[0]
         with Mesh(settings.dp, settings.pp, settings.tp, timeout=settings.timeout) as mesh:
             where = f"rank {mesh.rank} ({mesh.coordinates})"
             run(mesh, *prepared)
         return 0
-    except UserError:
+    except EveryRanksError:
         raise
     except BaseException:
         failure.end_all_ranks(f"mpiparallel: {where} failed:\n{traceback.format_exc()}")
     finally:
         failure.forget()
+
+
+class EveryRanksError(UserError):
+    """A mistake that all ranks know of, so that all can end in good order."""
+
+
+def agree(world, find: Callable):
+    """find() of this rank. Where it raises UserError on any rank, all ranks raise the error of the
+    lowest such rank. Every rank of `world` calls; only the messages of errors are sent."""
+    mistake, found = None, None
+    try:
+        found = find()
+    except UserError as error:
+        mistake = str(error)
+    mistakes = [text for text in world.allgather(mistake) if text is not None]
+    if mistakes:
+        raise EveryRanksError(mistakes[0])
+    return found
 
 
 class FirstFailure:
@@ -253,6 +261,16 @@ class FirstFailure:
         """The job ended well: the lowest rank of the node removes the token."""
         if self.leads and os.path.exists(self.path):
             os.unlink(self.path)
+
+
+def _refuse(error: UserError) -> int:
+    """Rank 0 prints the one line; all ranks end with status 2. Every rank calls: a launcher may end
+    the job when the first rank exits, so they wait until the line is out."""
+    if _rank() == 0:
+        print(f"mpiparallel: error: {error}", file=sys.stderr, flush=True)
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Barrier()
+    return 2
 
 
 def _rank() -> int:

@@ -64,9 +64,8 @@ def prepare(arguments: argparse.Namespace, rank: int, ranks: int) -> tuple[Setti
                     f"--{flag.replace('_', '-')} {getattr(arguments, flag)}: legal: more than 0"
                 )
         stages = len(schedules.placement(settings.schedule, ranks, settings.stages_per_rank))
-        settings = dataclasses.replace(
-            settings, pp=ranks, layers=stages, global_batch=settings.micro_batches
-        )
+        batch = settings.micro_batches or arguments.base.micro_batches
+        settings = dataclasses.replace(settings, pp=ranks, layers=stages, global_batch=batch)
     return (settings_module.check(settings, ranks),)
 
 

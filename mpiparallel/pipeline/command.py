@@ -1,7 +1,7 @@
 """The command `schedule`: print, draw and compare pipeline schedules. Needs no MPI.
 
-    python -m mpiparallel schedule --schedule zb-v --stages 4 --micro-batches 8
-    python -m mpiparallel schedule --compare --stages 4 --micro-batches 8 --plot schedules.png
+python -m mpiparallel schedule --schedule zb-v --stages 4 --micro-batches 8
+python -m mpiparallel schedule --compare --stages 4 --micro-batches 8 --plot schedules.png
 """
 
 from __future__ import annotations
@@ -109,30 +109,34 @@ def _wanted(args: argparse.Namespace) -> list[tuple[str, int | None]]:
 
 def _plot(timelines: list, path: str) -> None:
     try:
-        from mpiparallel.report.schedule_plot import plot_schedules
+        from mpiparallel.report.schedule_plot import draw_schedules
     except ImportError as error:
         raise UserError(
             f"--plot {path}: needs matplotlib ({error}); install it with "
             f"pip install 'mpiparallel[plot]'"
         ) from None
     try:
-        plot_schedules(timelines, path)
+        draw_schedules(timelines).savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"--plot {path}: cannot be written ({error})") from None
 
 
 def _duration(text: str) -> Fraction:
-    value = _waiting_time(text)
-    if value == 0:
+    value = _number(text)
+    if value is None or value <= 0:
         raise argparse.ArgumentTypeError(f"{text}: legal: a number above 0")
     return value
 
 
 def _waiting_time(text: str) -> Fraction:
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0:
+    value = _number(text)
+    if value is None or value < 0:
         raise argparse.ArgumentTypeError(f"{text}: legal: a number of 0 or more")
     return value
+
+
+def _number(text: str) -> Fraction | None:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None

@@ -15,8 +15,9 @@ earlier rounds made its inputs. A message that is made in round t has its receiv
 last action that its receiver runs before round t, ahead of that action's sends. That is early
 enough for sends that block until the receive is posted: once the rounds before t are through,
 sends included, the actions of round t have their inputs and their sends have their receives, so
-round t gets through as well. And it is late enough: no buffer stands ready before the rank's
-neighbour starts on what fills it. A rank that is not waiting for the message computes meanwhile.
+round t gets through as well. And it is late enough: no buffer stands ready before the neighbour
+starts on what fills it. So a message can arrive while its receiver computes, at the price of two
+buffers, one in use and one ready, where a rank has messages to use at the rate that they come.
 """
 
 from __future__ import annotations

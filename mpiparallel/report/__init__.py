@@ -1,0 +1,1 @@
+"""What people look at: a run's progress and files, schedules as pictures and tables."""

@@ -26,11 +26,8 @@ TEXT_COLOURS = ("white", "black")
 IDLE = "#e4e4e4"
 
 
-def plot_schedules(timelines: Sequence[Timeline], path: str) -> None:
-    """Draw the schedules under each other on one time axis; the suffix of `path` says which format.
-
-    Raises OSError where the file cannot be written and ValueError for a suffix that is not known.
-    """
+def draw_schedules(timelines: Sequence[Timeline]) -> Figure:
+    """The schedules under each other on one time axis; `savefig` writes the picture."""
     longest = max(float(timeline.makespan) for timeline in timelines)
     rows = sum(timeline.schedule.ranks for timeline in timelines)
     shortest = min(
@@ -64,7 +61,7 @@ def plot_schedules(timelines: Sequence[Timeline], path: str) -> None:
             Patch(facecolor="white", edgecolor="black", label="light: a rank's 2nd, 4th stage")
         )
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _draw(timeline: Timeline, axes: Axes, longest: float, inches_per_time: float) -> None:

@@ -124,9 +124,7 @@ def show_comparison(timelines: Sequence[Timeline]) -> str:
 
 def turns(schedule: Schedule) -> list[int]:
     """For each stage, how many stages before it are on the same rank."""
-    return [
-        schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)
-    ]
+    return [schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)]
 
 
 def label(action: Action, turn: int) -> str:
@@ -156,7 +154,8 @@ def _picture(timeline: Timeline, width: int, colour: bool) -> list[str]:
     room = width - margin
     lengths = [end - start for spans in timeline.spans for _, start, end in spans]
     # The labels of actions that are far shorter than others are cut off.
-    shortest = min(length for length in lengths if 3 * length >= max(lengths))
+    longest = max(lengths)
+    shortest = min(length for length in lengths if 3 * length >= longest)
     columns = 1 + len(str(schedule.micro_batches - 1))  # of the longest label
     if (columns + 1) * timeline.makespan <= room * shortest:
         columns += 1
@@ -235,11 +234,11 @@ def _legend(schedule: Schedule, colour: bool) -> list[str]:
         f"{_coloured(f' {kind} ', (kind, 0)) if colour else kind} {NAMES_OF_KINDS[kind]}"
         for kind in kinds
     ]
-    lines = ["   ".join([*names, ". idle"]) + "   the number is the micro-batch"]
+    numbers = "the number is the micro-batch"
     if schedule.stages_per_rank > 1:
         second = "the second" if schedule.stages_per_rank < 4 else "every second"
-        lines.append(f"lower case: {second} of a rank's {schedule.stages_per_rank} stages")
-    return lines
+        numbers += f"; lower case is {second} of a rank's {schedule.stages_per_rank} stages"
+    return ["   ".join([*names, ". idle"]), numbers]
 
 
 def _columns(rows: list[list[str]]) -> list[str]:

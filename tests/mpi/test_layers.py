@@ -43,12 +43,77 @@ def whole(parameter, tp, what):
     return parameter.layout.join(shards, parameter.shape)
 
 
+class EmbeddingOf:
+    """The embedding as a function of its tables: x only chooses the tokens."""
+
+    def __init__(self, tp):
+        self.layer = VocabParallelEmbedding(token_table(V, H, tp, 0.1), S + 1, tp, 0.1)
+        self.parameters = self.layer.parameters
+
+    def forward(self, x):
+        return self.layer.forward(
+            np.abs(100 * np.sin(np.arange(B * S))).astype(int).reshape(B, S) % V
+        )
+
+    def backward(self, dy, saved):
+        self.layer.backward(dy, saved)
+        return np.zeros_like(dy)
+
+
+class LossOf:
+    """Output layer and cross-entropy: x (B, S, H) -> losses (B, S), one label ignored."""
+
+    def __init__(self, tp):
+        table = token_table(V, H, tp, 0.1)
+        self.output, self.loss = VocabParallelLogits(table, tp), VocabParallelCrossEntropy(V, tp)
+        self.parameters = [table]
+
+    def forward(self, x):
+        labels = np.arange(B * S).reshape(B, S) % V
+        labels[0, 2] = IGNORE
+        logits, output = self.output.forward(x)
+        losses, loss = self.loss.forward(logits, labels)
+        return losses[..., None] * np.ones(H), (output, loss)
+
+    def backward(self, dy, saved):
+        output, loss = saved
+        assert np.ptp(dy) == 0, "the loss is scaled by one number"
+        return self.output.backward(self.loss.backward(H * dy.flat[0], loss), output)
+
+
+class ColumnsThenRows:
+    """The pair with a single all-reduce each way, nothing between them."""
+
+    def __init__(self, tp):
+        self.columns = ColumnParallelLinear("columns", H, F, tp, 0.1)
+        self.rows = RowParallelLinear("rows", F, H, tp, 0.1)
+        self.parameters = self.columns.parameters + self.rows.parameters
+
+    def forward(self, x):
+        inner, columns = self.columns.forward(x)
+        y, rows = self.rows.forward(inner)
+        return y, (columns, rows)
+
+    def backward(self, dy, saved):
+        columns, rows = saved
+        return self.columns.backward(self.rows.backward(dy, rows), columns)
+
+
 LAYERS = {
+    "linear": ColumnsThenRows,
+    "embedding": EmbeddingOf,
+    "loss": LossOf,
     "norm": lambda tp: LayerNorm("layer", H, tp),
     "mlp": lambda tp: MLP("layer", H, F, tp, 0.1, 0.1),
     "attention": lambda tp: Attention("layer", H, N, tp, 0.1, 0.1),
     "block": lambda tp: Block("layer", H, N, F, tp, 0.1, 0.1),
 }
+
+
+def layer_input(kind, rng):
+    """x, and the weights r of the loss sum(y * r); one number for the cross-entropy."""
+    x, r = rng.standard_normal((2, B, S, H))
+    return x, np.full_like(r, 0.3) if kind == "loss" else r
 
 
 def run(layer, x, r):
@@ -62,7 +127,7 @@ def run(layer, x, r):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_cut_layer_equals_the_serial_one(world, alone, rng, kind):
-    x, r = rng.standard_normal((2, B, S, H))
+    x, r = layer_input(kind, rng)
     results = []
     for tp in (alone, world):
         layer = LAYERS[kind](tp)
@@ -75,7 +140,7 @@ def test_a_cut_layer_equals_the_serial_one(world, alone, rng, kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_equals_central_differences(world, rng, kind):
-    x, r = rng.standard_normal((2, B, S, H))
+    x, r = layer_input(kind, rng)
     layer = LAYERS[kind](world)
     fill(layer.parameters)
     _, _, dx = run(layer, x, r)

@@ -88,7 +88,7 @@ def _warmup(rank: int, ranks: int, group: int, stages: int) -> int:
 
     Of all stages but the last, those of the first group. Of the last stage, as many as fill the
     time that a micro-batch takes to the last rank and back: two a hop. With one stage this is
-    1F1B, which gets by with one a hop and a gap, because its first backward comes no sooner.
+    1F1B, which waits for its first backward instead: one a hop is enough for the same bubble.
     """
     hops = ranks - rank - 1
     return (stages - 1) * group + (2 * hops if stages > 1 else hops)
