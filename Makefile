@@ -32,7 +32,7 @@ MPIRUN  ?= $(BIN)/mpirun
 .PHONY: train test lint unit mpi clean
 
 train: $(VENV)/.ready-run
-	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --out runs/first
+	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --steps 700 --out runs/first
 
 test: lint unit mpi
 

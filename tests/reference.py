@@ -126,12 +126,12 @@ class AdamW:
             parameters[name] -= lr * m_hat / (np.sqrt(v_hat) + self.eps)
 
 
-def train_steps(parameters, batches, *, heads, lr_of_step, beta1, beta2, weight_decay, clip):
+def train_steps(parameters, batches, *, heads, lr_of_step, beta1, beta2, weight_decay, max_norm):
     """Train on the (tokens, labels) of `batches`, in place; a list of (loss, norm)."""
     optimizer, history = AdamW(beta1, beta2, weight_decay=weight_decay), []
     for step, (tokens, labels) in enumerate(batches):
         value, gradients = loss_and_gradients(parameters, tokens, labels, heads)
-        clipped, norm = globals()["clip"](gradients, clip)
+        clipped, norm = clip(gradients, max_norm)
         optimizer.step(parameters, clipped, lr_of_step(step))
         history.append((value, norm))
     return history
