@@ -23,7 +23,7 @@ from mpiparallel.model_config import ModelConfig
 from mpiparallel.pipeline.simulate import simulate
 from mpiparallel.settings import Settings
 
-QUIET_SECONDS = 2.0  # a progress line at most so often, besides the first, the last, evaluations
+QUIET_SECONDS = 5.0  # a progress line at most so often, besides the first, the last, evaluations
 
 
 def make_folder(settings: Settings) -> None:
