@@ -1,6 +1,6 @@
 """The command line: which command, which settings, and how a process ends.
 
-A mistake of the user's (`UserError`) is found on every rank before arrays are sent; rank 0 prints
+A mistake of the user's (`UserError`) is found before arrays are sent, and agreed on; rank 0 prints
 one line and all ranks exit with status 2. Any other exception ends all ranks: the first rank that
 fails prints its traceback with its mesh coordinates, and aborts the job with status 1.
 
@@ -18,9 +18,9 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mpiparallel.errors import UserError
+from mpiparallel.errors import OneLineError, UserError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"unknown argument {unknown[0]}; see `mpiparallel {arguments.command} -h`"
             )
         return arguments.run(arguments)
-    except UserError as error:
-        return _refuse(error)
+    except OneLineError as error:
+        return _end(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,21 +98,47 @@ def _train(arguments: argparse.Namespace) -> int:
 
         settings = settings_module.from_arguments(arguments, arguments.config)
         settings = settings_module.check(settings, ranks)
+        checkpoint = None
+        if settings.resume:
+            checkpoint = _find_checkpoint(settings.resume, "--resume")
+            settings_module.check_resume(settings, *checkpoint)
         text = read_text(settings.data)
-        bytes_wanted = settings.tokenizer == "bytes"
-        tokenizer = ByteTokenizer() if bytes_wanted else CharTokenizer("".join(sorted(set(text))))
+        tokenizer: Any
+        if checkpoint:
+            tokenizer = checkpoint[1].tokenizer
+        elif settings.tokenizer == "bytes":
+            tokenizer = ByteTokenizer()
+        else:
+            tokenizer = CharTokenizer("".join(sorted(set(text))))
         corpus = Corpus(tokenizer.encode(text), settings.seq_len)
         config = settings.model_config(tokenizer.vocabulary)
+        if checkpoint:
+            settings_module.check_model(config, checkpoint[1].config, settings.resume)
         if rank == 0:
             make_folder(settings)
-        return settings, config, corpus, tokenizer
+        return settings, config, corpus, tokenizer, checkpoint
 
-    def run(mesh, settings, config, corpus, tokenizer) -> None:
+    def run(mesh, settings, config, corpus, tokenizer, checkpoint) -> None:
         from mpiparallel.train import train
 
-        train(settings, config, corpus, tokenizer, mesh)
+        if checkpoint and mesh.rank == 0:
+            print(f"going on from {checkpoint[0]}", flush=True)
+        train(settings, config, corpus, tokenizer, mesh, checkpoint)
 
     return run_on_mesh(prepare, run)
+
+
+def _find_checkpoint(path: str, flag: str):
+    """The folder and the manifest of the checkpoint that a flag names. Raises UserError."""
+    from mpiparallel.checkpoint.files import find
+    from mpiparallel.checkpoint.manifest import read_manifest
+
+    def warn(text: str) -> None:
+        if _rank() == 0:
+            print(f"mpiparallel: warning: {text}", file=sys.stderr, flush=True)
+
+    folder = find(path, flag, warn)
+    return folder, read_manifest(folder)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -121,14 +147,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     def prepare(rank: int, ranks: int):
         import dataclasses
 
-        from mpiparallel import checkpoint
-
         if arguments.tokens < 1:
             raise UserError(f"--tokens {arguments.tokens}: legal: 1 or more")
         if not 0 <= arguments.temperature < float("inf"):
             raise UserError(f"--temperature {arguments.temperature}: legal: 0 or more")
-        folder = checkpoint.find(arguments.checkpoint)
-        config, tokenizer = checkpoint.read_description(folder)
+        folder, manifest = _find_checkpoint(arguments.checkpoint, "--checkpoint")
+        config, tokenizer = manifest.config, manifest.tokenizer
         settings = dataclasses.replace(
             settings_module.from_arguments(arguments),
             layers=config.layers,
@@ -141,18 +165,22 @@ def _generate(arguments: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings, global_batch=ranks, micro_batches=1)
         settings = settings_module.check(settings, ranks)
         prompt = tokenizer.encode(arguments.prompt or tokenizer.start)
-        return settings, config, tokenizer, folder, prompt
+        return settings, folder, manifest, prompt
 
-    def run(mesh, settings, config, tokenizer, folder, prompt) -> None:
-        from mpiparallel import checkpoint
+    def run(mesh, settings, folder, manifest, prompt) -> None:
+        from mpiparallel.checkpoint.load import load, verify
+        from mpiparallel.checkpoint.trainer_state import weight_pieces
+        from mpiparallel.comm.agree import agree
         from mpiparallel.generate import generate
         from mpiparallel.model import GPT
         from mpiparallel.pipeline.executor import Executor
 
         mesh.limit_blas_threads()
-        placement = tuple(range(mesh.pp.size))
-        model = GPT(config, mesh.tp, placement, mesh.pp.rank)
-        agree(mesh.world.communicator, partial(checkpoint.load, folder, model, settings.dtype))
+        tokenizer, placement = manifest.tokenizer, tuple(range(mesh.pp.size))
+        agree(mesh.world, partial(verify, folder, manifest, mesh.rank, mesh.size))
+        model = GPT(manifest.config, mesh.tp, placement, mesh.pp.rank)
+        model.allocate(settings.dtype)
+        agree(mesh.world, partial(load, folder, manifest, weight_pieces(model, mesh)))
         drawn = generate(
             Executor(model, mesh.pp, settings.dtype),
             mesh,
@@ -189,42 +217,26 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
     """
     from mpi4py import MPI
 
+    from mpiparallel.comm.agree import agree
+    from mpiparallel.comm.group import Group
     from mpiparallel.mesh import Mesh
 
-    world = MPI.COMM_WORLD
-    failure = FirstFailure(world)
-    where = f"rank {world.rank}"
+    world = Group(MPI.COMM_WORLD.Dup(), "world")
+    failure = FirstFailure(MPI.COMM_WORLD)
+    where = world.where
     try:
         prepared = agree(world, partial(prepare, world.rank, world.size))
         settings = prepared[0]
         with Mesh(settings.dp, settings.pp, settings.tp, timeout=settings.timeout) as mesh:
-            where = f"rank {mesh.rank} ({mesh.coordinates})"
+            where = mesh.world.where
             run(mesh, *prepared)
         return 0
-    except EveryRanksError:
-        raise
-    except BaseException:
+    except BaseException as error:
+        if getattr(error, "agreed", False):
+            raise
         failure.end_all_ranks(f"mpiparallel: {where} failed:\n{traceback.format_exc()}")
     finally:
         failure.forget()
-
-
-class EveryRanksError(UserError):
-    """A mistake that all ranks know of, so that all can end in good order."""
-
-
-def agree(world, find: Callable):
-    """find() of this rank. Where it raises UserError on any rank, all ranks raise the error of the
-    lowest such rank. Every rank of `world` calls; only the messages of errors are sent."""
-    mistake, found = None, None
-    try:
-        found = find()
-    except UserError as error:
-        mistake = str(error)
-    mistakes = [text for text in world.allgather(mistake) if text is not None]
-    if mistakes:
-        raise EveryRanksError(mistakes[0])
-    return found
 
 
 class FirstFailure:
@@ -263,14 +275,14 @@ class FirstFailure:
             os.unlink(self.path)
 
 
-def _refuse(error: UserError) -> int:
-    """Rank 0 prints the one line; all ranks end with status 2. Every rank calls: a launcher may end
-    the job when the first rank exits, so they wait until the line is out."""
+def _end(error: OneLineError) -> int:
+    """Rank 0 prints the one line; all ranks end with its status. Every rank calls: a launcher may
+    end the job when the first rank exits, so they wait until the line is out."""
     if _rank() == 0:
         print(f"mpiparallel: error: {error}", file=sys.stderr, flush=True)
     if "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Barrier()
-    return 2
+    return error.status
 
 
 def _rank() -> int:

@@ -38,7 +38,7 @@ class CharTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> (n,) int32. Raises UserError for a character outside the alphabet."""
-        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         tokens = np.searchsorted(self._code_points, points)
         tokens[tokens == self.vocabulary] = 0
         unknown = self._code_points[tokens] != points
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> (n,) int32."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """(n,) integers -> text; bytes that are not UTF-8 show as U+FFFD."""
@@ -88,14 +88,51 @@ class ByteTokenizer:
         return {"kind": "bytes"}
 
 
-Tokenizer = CharTokenizer | ByteTokenizer
+class IdTokenizer:
+    """Token numbers as text, "464 318 257": for models whose own tokenizer is not at hand."""
+
+    start = "0"
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+
+    def encode(self, text: str) -> np.ndarray:
+        """Numbers, separated by spaces -> (n,) int32. Raises UserError for anything else."""
+        words = text.split()
+        for word in words:
+            if not word.isdecimal() or int(word) >= self.vocabulary:
+                raise UserError(
+                    f"{word!r} is not a token of this model, which knows no letters; legal: "
+                    f"numbers from 0 to {self.vocabulary - 1}, separated by spaces"
+                )
+        return np.array([int(word) for word in words], np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """(n,) integers -> text."""
+        return "".join(self.stream(tokens))
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of tokens as they come."""
+        return (f" {token}" for token in tokens)
+
+    def describe(self) -> dict[str, str]:
+        """What `tokenizer_from` makes it again from."""
+        return {"kind": "ids", "vocabulary": str(self.vocabulary)}
+
+
+Tokenizer = CharTokenizer | ByteTokenizer | IdTokenizer
 
 
 def tokenizer_from(description: dict[str, str]) -> Tokenizer:
-    """The tokenizer of a `describe()`."""
-    if description["kind"] == "bytes":
-        return ByteTokenizer()
-    return CharTokenizer(description["alphabet"])
+    """The tokenizer of a `describe()`. Raises KeyError or ValueError for anything else."""
+    match description["kind"]:
+        case "char":
+            return CharTokenizer(description["alphabet"])
+        case "bytes":
+            return ByteTokenizer()
+        case "ids":
+            return IdTokenizer(int(description["vocabulary"]))
+    raise ValueError(description["kind"])
 
 
 def read_text(path: str | None) -> str:

@@ -126,6 +126,11 @@ class GPT:
         if table in self.parameters:
             table.holders = tuple(sorted({placement[0], placement[-1]}))
 
+    def allocate(self, dtype) -> None:
+        """Allocate weights, zero, to be filled from a checkpoint. Gradients are not needed then."""
+        for parameter in self.parameters:
+            parameter.data = xp.zeros(parameter.local_shape, dtype)
+
     def initialize(self, seed: int, dtype) -> None:
         """Allocate weights and gradients: weights from (seed, name), gradients zero."""
         for parameter in self.parameters:

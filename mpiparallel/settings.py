@@ -78,6 +78,11 @@ class Settings:
     eval_every: int = _setting(500, "steps between evaluations, 0 for the end only", low=0)
     seed: int = _setting(1337, "of weights and batches", low=0)
     out: str = _setting("runs/latest", "folder that the run is written to", kind=str)
+    save_every: int = _setting(0, "steps between checkpoints, 0 for the end only", low=0)
+    keep: int = _setting(3, "newest checkpoints that stay, 0 for all", low=0)
+    resume: str | None = _setting(
+        None, "go on from a checkpoint: a run's folder, or one of its checkpoints", kind=str
+    )
     sample: int = _setting(300, "tokens of sample text at the end, 0 for none", low=0)
     timeout: float = _setting(
         300.0, "seconds after which a rank stops waiting for another", kind=float, low=0.001
@@ -101,7 +106,7 @@ class Settings:
 
     def toml(self) -> str:
         """The settings as a file that --config reads."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, resume=None))
         return "".join(
             f"{name} = {json.dumps(value)}\n" for name, value in values.items() if value is not None
         )
@@ -193,6 +198,31 @@ def check(settings: Settings, ranks: int) -> Settings:
             f"{s.global_batch} sequences of a step; legal: 1 to {replica}"
         )
     return s
+
+
+def check_resume(settings: Settings, folder: Path, manifest: Any) -> None:
+    """Raise UserError where going on from the checkpoint would not be the same run."""
+    if manifest.step >= settings.steps:
+        raise UserError(
+            f"--steps {settings.steps}: {folder} is at step {manifest.step} already; "
+            f"legal: more than {manifest.step}"
+        )
+    if manifest.seed != settings.seed:
+        raise UserError(
+            f"--seed {settings.seed}: {folder} was trained with another, and the data follow from "
+            f"it; legal: {manifest.seed}"
+        )
+
+
+def check_model(config: ModelConfig, stored: ModelConfig, path: str | None) -> None:
+    """Raise UserError where a checkpoint is of a model of other sizes."""
+    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(stored)
+    wrong = [name for name in ours if ours[name] != theirs[name]]
+    if wrong:
+        raise UserError(
+            f"--resume {path}: is of another model; legal: "
+            + ", ".join(f"{name} {theirs[name]} (not {ours[name]})" for name in wrong)
+        )
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -14,45 +14,64 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mpiparallel import checkpoint
+from mpiparallel.backend import xp
+from mpiparallel.checkpoint.files import step_folder
+from mpiparallel.checkpoint.load import load, verify
+from mpiparallel.checkpoint.manifest import Manifest
+from mpiparallel.checkpoint.save import save
+from mpiparallel.checkpoint.trainer_state import moment_pieces, weight_pieces
+from mpiparallel.comm.agree import agree
 from mpiparallel.data import Batch, Corpus, Tokenizer
 from mpiparallel.data_parallel.gradients import average_gradients
+from mpiparallel.errors import RunError
 from mpiparallel.generate import generate
-from mpiparallel.mesh import Mesh
+from mpiparallel.mesh import Coordinates, Mesh
 from mpiparallel.model import GPT
 from mpiparallel.model_config import ModelConfig
 from mpiparallel.optimizer import AdamW, clip_scale, learning_rate, local_square_sum
+from mpiparallel.parameter import Parameter
 from mpiparallel.pipeline import schedules
 from mpiparallel.pipeline.executor import Executor, MicroBatch, Outcome
 from mpiparallel.pipeline.messages import derive_messages
 from mpiparallel.pipeline.tied import sum_tied_gradients
 from mpiparallel.report.run import RunLog
 from mpiparallel.settings import Settings
+from mpiparallel.signals import StopRequest
 
 EVALUATION_ROWS = 8  # sequences per micro-batch where there is no backward to keep memory for
 
 
 @dataclass
 class StepResult:
-    """What every rank knows after a step: global loss, gradient norm before clipping, and what
-    this rank's part of the pipeline did."""
+    """What every rank knows after a step: global loss, gradient norm before clipping, whether any
+    rank was asked to stop, and what this rank's part of the pipeline did."""
 
     loss: float
     grad_norm: float
+    stop: bool
     outcome: Outcome
 
 
 class Trainer:
     """One rank's part of the model, and the step that all ranks take together.
 
-    settings : checked ones (`settings.check`). config : the model's sizes.
+    settings : checked ones (`settings.check`). config : the model's sizes. stop : true once this
+    rank was asked to stop; all ranks learn of it with the next step.
     """
 
-    def __init__(self, settings: Settings, config: ModelConfig, mesh: Mesh):
+    def __init__(
+        self,
+        settings: Settings,
+        config: ModelConfig,
+        mesh: Mesh,
+        stop: StopRequest | None = None,
+    ):
+        self.stop = stop or StopRequest()
         assert settings.micro_batches is not None
         self.settings, self.mesh = settings, mesh
         self.schedule = schedules.build(
@@ -71,8 +90,13 @@ class Trainer:
         )
 
     def step(self, batch: Batch, lr: float) -> StepResult:
-        """One optimizer step over a global batch. Every rank calls with the whole batch."""
+        """One optimizer step over a global batch. Every rank calls with the whole batch.
+
+        Raises RunError on every rank, and changes nothing, where loss or norm is not finite.
+        """
         result = self.gradients(batch)
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            raise self._diverged(batch, result)
         self.optimizer.step(lr, clip_scale(result.grad_norm, self.settings.clip))
         return result
 
@@ -91,8 +115,10 @@ class Trainer:
         # Each loss and each gradient is counted by one rank: the sum is the global one.
         loss = _sum_losses(outcome) if mesh.tp.rank == 0 else 0.0
         squares = local_square_sum(model.parameters, mesh.pp.rank) if mesh.dp.rank == 0 else 0.0
-        loss, squares = mesh.world.allreduce(np.array([loss, squares]))
-        return StepResult(loss / max(1, batch.valid), math.sqrt(squares), outcome)
+        asked = float(bool(self.stop))
+        loss, squares, asked = mesh.world.allreduce(np.array([loss, squares, asked]))
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        return StepResult(float(loss) / max(1, batch.valid), norm, asked > 0, outcome)
 
     def evaluate(self, corpus: Corpus) -> float:
         """The mean loss over the whole validation split. Forward only; the ledger leaves it out."""
@@ -123,6 +149,65 @@ class Trainer:
             )
             return tokenizer.decode(list(drawn))
 
+    def save(self, tokenizer: Tokenizer, step: int) -> Path:
+        """Write the checkpoint of a step; the folder. Every rank calls. Raises RunError."""
+        folder = step_folder(Path(self.settings.out), step)
+        model, mesh = self.model, self.mesh
+        with mesh.ledger.aside():
+            save(
+                folder,
+                [*weight_pieces(model, mesh), *moment_pieces(model, self.optimizer, mesh)],
+                mesh.world,
+                keep=self.settings.keep,
+                step=step,
+                seed=self.settings.seed,
+                optimizer_steps=self.optimizer.steps,
+                mesh={"dp": mesh.dp.size, "pp": mesh.pp.size, "tp": mesh.tp.size},
+                config=model.config,
+                tokenizer=tokenizer,
+            )
+        return folder
+
+    def resume(self, folder: Path, manifest: Manifest) -> None:
+        """Take weights, moments and step count from a checkpoint of any mesh. Every rank calls.
+        Raises UserError on every rank where any of it cannot be used."""
+        model, mesh = self.model, self.mesh
+        with mesh.ledger.aside():
+            agree(mesh.world, partial(verify, folder, manifest, mesh.rank, mesh.size))
+            pieces = list(weight_pieces(model, mesh))
+            if manifest.optimizer_steps:
+                pieces += moment_pieces(model, self.optimizer, mesh)
+            agree(mesh.world, partial(load, folder, manifest, pieces))
+        self.optimizer.steps = manifest.optimizer_steps
+
+    def _diverged(self, batch: Batch, result: StepResult) -> RunError:
+        """What to say of a step whose loss or norm is not finite: the first rank that holds a bad
+        weight, and otherwise the first whose own gradients, before the average, are bad.
+
+        Backward runs from the last parameter to the first, so the last bad gradient came first.
+        """
+        mesh = self.mesh
+        found = _last_bad(self.model.parameters, "data")
+        if not any(mesh.world.allgather_json(found)):
+            self.model.zero_grad()
+            shard = batch.shard(mesh.dp.rank, mesh.dp.size)
+            self.executor.run(
+                self.operations, self._micro_batches(shard), mesh.dp.size / max(1, batch.valid)
+            )
+            found = _last_bad(self.model.parameters, "grad")
+        where = [
+            f"rank {rank} ({Coordinates.of(rank, mesh.pp.size, mesh.tp.size)}), {name}"
+            for rank, name in enumerate(mesh.world.allgather_json(found))
+            if name
+        ]
+        error = RunError(
+            f"step {self.optimizer.steps + 1}: loss {result.loss}, gradient norm "
+            f"{result.grad_norm}; first seen on {where[0] if where else 'no single parameter'}; "
+            f"the last checkpoint is as it was"
+        )
+        error.agreed = True
+        return error
+
     def _micro_batches(self, shard: Batch) -> list[MicroBatch]:
         """Cut a replica's rows as evenly as can be; the first micro-batches take what is over."""
         count = self.schedule.micro_batches
@@ -136,38 +221,64 @@ class Trainer:
         ]
 
 
+def _last_bad(parameters: list[Parameter], what: str) -> str:
+    """The last parameter whose weight or gradient has a NaN or an infinity; "" for none."""
+    for parameter in reversed(parameters):
+        if not bool(xp.isfinite(getattr(parameter, what)).all()):
+            return f"{parameter.name}, its {'weight' if what == 'data' else 'gradient'}"
+    return ""
+
+
 def _sum_losses(outcome: Outcome) -> float:
     """The summed losses of a rank's micro-batches, in float64; 0 where it has no last stage."""
     return float(sum(losses.sum(dtype=np.float64) for losses in outcome.outputs.values()))
 
 
 def train(
-    settings: Settings, config: ModelConfig, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh
+    settings: Settings,
+    config: ModelConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    checkpoint: tuple[Path, Manifest] | None = None,
 ) -> None:
-    """Train, print progress, and write the run to `settings.out`. Every rank calls."""
+    """Train, print progress, and write the run to `settings.out`. Every rank calls.
+
+    checkpoint : the folder and manifest to go on from.
+    """
     threads = mesh.limit_blas_threads()
-    trainer = Trainer(settings, config, mesh)
-    log = RunLog(settings, config, mesh)
-    log.start(threads, tokenizer.vocabulary, len(corpus.train))
-    for step in range(settings.steps):
-        rate = learning_rate(
-            step,
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            warmup=settings.warmup,
-            steps=settings.steps,
-        )
-        started = time.perf_counter()
-        batch = corpus.batch(settings.seed, step, settings.global_batch)
-        result = trainer.step(batch, rate)
-        seconds = time.perf_counter() - started
-        last = step + 1 == settings.steps
-        evaluates = last or (settings.eval_every and (step + 1) % settings.eval_every == 0)
-        val_loss = trainer.evaluate(corpus) if evaluates else None
-        log.step(step + 1, result, rate, seconds, val_loss)
-    folder = Path(settings.out) / "checkpoints" / f"step-{settings.steps}"
-    with mesh.ledger.aside():
-        checkpoint.save(folder, trainer.model, mesh, trainer.placement, tokenizer, settings.steps)
-    log.finish(trainer.model, trainer.optimizer, trainer.schedule)
-    if settings.sample:
-        log.sample(trainer.sample(tokenizer, settings.sample))
+    with StopRequest() as stop:
+        trainer = Trainer(settings, config, mesh, stop)
+        first = 0
+        if checkpoint:
+            trainer.resume(*checkpoint)
+            first = checkpoint[1].step
+        log = RunLog(settings, config, mesh, first)
+        log.start(threads, tokenizer.vocabulary, len(corpus.train))
+        for step in range(first, settings.steps):
+            rate = learning_rate(
+                step,
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                warmup=settings.warmup,
+                steps=settings.steps,
+            )
+            started = time.perf_counter()
+            batch = corpus.batch(settings.seed, step, settings.global_batch)
+            result = trainer.step(batch, rate)
+            seconds = time.perf_counter() - started
+
+            done = step + 1
+            last = done == settings.steps
+            val_loss = None
+            if last or (settings.eval_every and done % settings.eval_every == 0):
+                val_loss = trainer.evaluate(corpus)
+            log.step(done, result, rate, seconds, val_loss)
+            if last or result.stop or (settings.save_every and done % settings.save_every == 0):
+                trainer.save(tokenizer, done)
+            if result.stop and not last:
+                log.stopped(done)
+                return
+        log.finish(trainer.model, trainer.optimizer, trainer.schedule)
+        if settings.sample:
+            log.sample(trainer.sample(tokenizer, settings.sample))

@@ -1,9 +1,23 @@
-"""The serial GPT: one process, plain NumPy, float64, written from GPT-2's description.
+"""The serial oracle: GPT-2 in plain NumPy, one process, float64, nothing shared with the package.
 
-Nothing here comes from the package, and no derivative is written by hand: gradients are those of
-autograd. Everything parallel is held to this file.
+Every multi-rank test compares with this file, so it imports nothing of what it judges, and its
+gradients come from `autograd` (https://github.com/HIPS/autograd), never from a backward by hand.
 
-Shapes: B batch, S sequence, H hidden, N heads, D head dim, V vocabulary.
+    tokens -> embed -> [ x + attention(norm(x)) -> x + mlp(norm(x)) ] * L -> norm -> tied head
+
+Parameters are a dict from global name to float64 array, with y = x @ W + b throughout:
+
+    token_embedding.weight       (V, H), also the output head    position_embedding.weight  (T, H)
+    blocks.{i}.attention_norm    .weight (H,)     .bias (H,)
+    blocks.{i}.attention.qkv     .weight (H, 3H)  .bias (3H,)    columns [q | k | v], each by head
+    blocks.{i}.attention.projection  .weight (H, H)  .bias (H,)
+    blocks.{i}.mlp_norm          .weight (H,)     .bias (H,)
+    blocks.{i}.mlp.up            .weight (H, F)   .bias (F,)
+    blocks.{i}.mlp.down          .weight (F, H)   .bias (H,)
+    final_norm                   .weight (H,)     .bias (H,)
+
+B batch, S sequence, T longest sequence, H hidden, N heads, D = H / N, F feed-forward, V vocab,
+L layers. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
 import math
@@ -11,127 +25,165 @@ import math
 import autograd.numpy as np
 from autograd import value_and_grad
 
-IGNORED = -100
+IGNORED = -100  # a label that asks for no loss
 
 
-def layer_norm(x, weight, bias):
-    """(..., H) -> (..., H)."""
+# The model
+
+
+def linear(parameters, name, x):
+    """x (..., in) -> (..., out)."""
+    return x @ parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
+
+
+def layer_norm(parameters, name, x):
+    """x (..., H) -> (..., H): mean 0 and variance 1 over H, then scaled and shifted."""
     centred = x - np.mean(x, axis=-1, keepdims=True)
     variance = np.mean(centred**2, axis=-1, keepdims=True)
-    return centred / np.sqrt(variance + 1e-5) * weight + bias
+    normal = centred / np.sqrt(variance + 1e-5)
+    return normal * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
 
 
-def attention(x, p, prefix, heads):
-    """Causal multi-head attention: (B, S, H) -> (B, S, H)."""
-    batch, sequence, hidden = x.shape
-    qkv = x @ p[prefix + "qkv.weight"] + p[prefix + "qkv.bias"]
-
-    def split(part):  # -> (B, N, S, D)
-        columns = qkv[:, :, part * hidden : (part + 1) * hidden]
-        return np.transpose(
-            np.reshape(columns, (batch, sequence, heads, hidden // heads)), (0, 2, 1, 3)
-        )
-
-    q, k, v = split(0), split(1), split(2)
-    scores = np.einsum("bnqd,bnkd->bnqk", q, k) / math.sqrt(hidden // heads)
-    visible = np.tril(np.ones((sequence, sequence)))
-    scores = np.where(visible, scores, -1e300)
-    scores = scores - np.max(scores, axis=-1, keepdims=True)
-    weights = np.exp(scores) * visible
-    weights = weights / np.sum(weights, axis=-1, keepdims=True)
-    context = np.einsum("bnqk,bnkd->bqnd", weights, v)
-    context = np.reshape(context, (batch, sequence, hidden))
-    return context @ p[prefix + "projection.weight"] + p[prefix + "projection.bias"]
+def gelu(x):
+    """GELU in the tanh form of GPT-2, element by element."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def mlp(x, p, prefix):
-    """(B, S, H) -> (B, S, H)."""
-    inner = x @ p[prefix + "up.weight"] + p[prefix + "up.bias"]
-    cubic = inner + 0.044715 * inner**3
-    activated = 0.5 * inner * (1 + np.tanh(math.sqrt(2 / math.pi) * cubic))
-    return activated @ p[prefix + "down.weight"] + p[prefix + "down.bias"]
+def log_softmax(x):
+    """x (..., n) -> (..., n): logarithms of probabilities over the last dim."""
+    shifted = x - np.max(x, axis=-1, keepdims=True)  # so that exp cannot overflow
+    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
+
+
+def attention(parameters, name, x, heads):
+    """Causal self-attention: x (B, S, H) -> (B, S, H)."""
+    batch, length, hidden = x.shape
+    head_dim = hidden // heads
+
+    qkv = linear(parameters, f"{name}.qkv", x)  # (B, S, 3H)
+    qkv = np.reshape(qkv, (batch, length, 3, heads, head_dim))
+    q, k, v = np.transpose(qkv, (2, 0, 3, 1, 4))  # (B, N, S, D) each
+
+    scores = q @ np.swapaxes(k, -1, -2) / math.sqrt(head_dim)  # (B, N, S, S)
+    seen = np.tril(np.ones((length, length), dtype=bool))  # row: who looks, column: at whom
+    weights = np.exp(log_softmax(np.where(seen, scores, -np.inf)))
+    context = np.transpose(weights @ v, (0, 2, 1, 3))  # (B, S, N, D)
+
+    return linear(parameters, f"{name}.projection", np.reshape(context, x.shape))
+
+
+def mlp(parameters, name, x):
+    """x (B, S, H) -> (B, S, H), through F features."""
+    return linear(parameters, f"{name}.down", gelu(linear(parameters, f"{name}.up", x)))
 
 
 def logits(parameters, tokens, heads):
-    """tokens (B, S) -> (B, S, V)."""
-    p = parameters
-    layers = 1 + max(int(name.split(".")[1]) for name in p if name.startswith("blocks."))
-    table = p["token_embedding.weight"]
-    x = table[tokens] + p["position_embedding.weight"][: tokens.shape[1]]
-    for layer in range(layers):
-        b = f"blocks.{layer}."
-        normed = layer_norm(x, p[b + "attention_norm.weight"], p[b + "attention_norm.bias"])
-        x = x + attention(normed, p, b + "attention.", heads)
-        normed = layer_norm(x, p[b + "mlp_norm.weight"], p[b + "mlp_norm.bias"])
-        x = x + mlp(normed, p, b + "mlp.")
-    x = layer_norm(x, p["final_norm.weight"], p["final_norm.bias"])
-    return x @ table.T
+    """tokens (B, S) int -> logits (B, S, V). More than T tokens are an IndexError."""
+    embedding = parameters["token_embedding.weight"]  # (V, H)
+    positions = np.arange(tokens.shape[1])
+    x = embedding[tokens] + parameters["position_embedding.weight"][positions]  # (B, S, H)
+
+    layers = sum(name.endswith(".attention.qkv.weight") for name in parameters)
+    for block in (f"blocks.{i}" for i in range(layers)):
+        normal = layer_norm(parameters, f"{block}.attention_norm", x)
+        x = x + attention(parameters, f"{block}.attention", normal, heads)
+        normal = layer_norm(parameters, f"{block}.mlp_norm", x)
+        x = x + mlp(parameters, f"{block}.mlp", normal)
+
+    return layer_norm(parameters, "final_norm", x) @ embedding.T
 
 
 def loss(parameters, tokens, labels, heads):
-    """The mean of -log softmax(logits)[label] over labels that are not IGNORED; 0 for none."""
-    scores = logits(parameters, tokens, heads)
-    rows, columns = np.nonzero(labels != IGNORED)
-    if len(rows) == 0:
-        return 0.0
-    chosen = scores[rows, columns]  # (n, V)
-    largest = np.max(chosen, axis=-1, keepdims=True)
-    log_sum = largest[:, 0] + np.log(np.sum(np.exp(chosen - largest), axis=-1))
-    return np.mean(log_sum - chosen[np.arange(len(rows)), labels[rows, columns]])
+    """Cross-entropy summed over the valid labels, divided by their number; 0.0 if there are none.
+
+    tokens (B, S) int, labels (B, S) int, where -100 is ignored; any other label outside the
+    vocabulary is a ValueError.
+    """
+    log_probabilities = log_softmax(logits(parameters, tokens, heads))  # (B, S, V)
+    vocab = log_probabilities.shape[-1]
+    valid = labels != IGNORED
+    if np.any(valid & ((labels < 0) | (labels >= vocab))):
+        raise ValueError(f"labels must be {IGNORED} or in 0..{vocab - 1}")
+    one_hot = labels[..., None] == np.arange(vocab)  # (B, S, V), no column for an ignored label
+    return -np.sum(log_probabilities * one_hot) / max(1, np.sum(valid))
 
 
 def loss_and_gradients(parameters, tokens, labels, heads):
-    """The loss, and its derivative with respect to every parameter by name."""
+    """The loss as a float, and its gradient for every parameter: a dict of the same shapes."""
     value, gradients = value_and_grad(loss)(parameters, tokens, labels, heads)
     return float(value), gradients
 
 
+# The optimizer
+
+
 def gradient_norm(gradients):
-    """The length of all gradients laid end to end."""
+    """The 2-norm of all gradients taken as one long vector."""
     return math.sqrt(sum(float(np.sum(g**2)) for g in gradients.values()))
 
 
 def clip(gradients, max_norm):
-    """(gradients scaled to at most max_norm, their norm before); max_norm 0 does not clip."""
+    """Gradients scaled by min(1, max_norm / norm), and the norm before; max_norm 0: unscaled."""
     norm = gradient_norm(gradients)
-    scale = min(1.0, max_norm / norm) if max_norm and norm else 1.0
+    scale = max_norm / norm if 0 < max_norm < norm else 1.0
     return {name: scale * g for name, g in gradients.items()}, norm
 
 
 def learning_rate(step, *, lr, min_lr, warmup, steps):
-    """Steps count from 0: linear up to lr, then half a cosine down to min_lr."""
+    """Of step 0, 1, ..: a line up to lr over warmup steps, then half a cosine down to min_lr."""
     if step < warmup:
         return lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    progress = (step - warmup) / max(1, steps - warmup)
+    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class AdamW:
-    """Algorithm 2 of Loshchilov and Hutter 2019, decay on matrices only."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); only matrices decay."""
 
-    def __init__(self, beta1, beta2, eps=1e-8, weight_decay=0.0):
+    def __init__(self, beta1, beta2, eps=1e-8, *, weight_decay):
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
-        self.m, self.v, self.t = {}, {}, 0
+        self.count = 0
+        self.mean, self.square = {}, {}  # name -> running mean of the gradient, of its square
 
     def step(self, parameters, gradients, lr):
-        """Update the arrays in `parameters` in place."""
-        self.t += 1
-        for name, g in gradients.items():
-            self.m[name] = self.beta1 * self.m.get(name, 0) + (1 - self.beta1) * g
-            self.v[name] = self.beta2 * self.v.get(name, 0) + (1 - self.beta2) * g**2
-            m_hat = self.m[name] / (1 - self.beta1**self.t)
-            v_hat = self.v[name] / (1 - self.beta2**self.t)
-            if parameters[name].ndim == 2:
-                parameters[name] *= 1 - lr * self.weight_decay
-            parameters[name] -= lr * m_hat / (np.sqrt(v_hat) + self.eps)
+        """One update of the arrays in parameters, in place."""
+        self.count += 1
+        for name, p in parameters.items():
+            g = gradients[name]
+            mean = self.beta1 * self.mean.get(name, 0.0) + (1 - self.beta1) * g
+            square = self.beta2 * self.square.get(name, 0.0) + (1 - self.beta2) * g**2
+            self.mean[name], self.square[name] = mean, square
+
+            if p.ndim == 2:
+                p *= 1 - lr * self.weight_decay
+            # Both averages start from zero; dividing by the weight seen so far undoes that.
+            unbiased_mean = mean / (1 - self.beta1**self.count)
+            unbiased_square = square / (1 - self.beta2**self.count)
+            p -= lr * unbiased_mean / (np.sqrt(unbiased_square) + self.eps)
 
 
-def train_steps(parameters, batches, *, heads, lr_of_step, beta1, beta2, weight_decay, max_norm):
-    """Train on the (tokens, labels) of `batches`, in place; a list of (loss, norm)."""
-    optimizer, history = AdamW(beta1, beta2, weight_decay=weight_decay), []
-    for step, (tokens, labels) in enumerate(batches):
-        value, gradients = loss_and_gradients(parameters, tokens, labels, heads)
-        clipped, norm = clip(gradients, max_norm)
-        optimizer.step(parameters, clipped, lr_of_step(step))
-        history.append((value, norm))
-    return history
+# Training
+
+
+def train_step(parameters, tokens, labels, optimizer, *, heads, lr, max_norm):
+    """One step on one global batch: updates parameters in place, returns (loss, norm)."""
+    value, gradients = loss_and_gradients(parameters, tokens, labels, heads)
+    gradients, norm = clip(gradients, max_norm)
+    optimizer.step(parameters, gradients, lr)
+    return value, norm
+
+
+def train_steps(parameters, batches, *, heads, lr_of_step, beta1, beta2, weight_decay, clip):
+    """Trains from a fresh optimizer; updates parameters in place.
+
+    batches is a list of (tokens, labels), one global batch for each step; lr_of_step(step) is the
+    learning rate of step 0, 1, ..; clip is the largest norm, 0 for none. Returns a list of
+    (loss, norm): the loss before each update and the gradient norm before clipping.
+    """
+    optimizer = AdamW(beta1, beta2, weight_decay=weight_decay)
+    return [
+        train_step(
+            parameters, tokens, labels, optimizer, heads=heads, lr=lr_of_step(step), max_norm=clip
+        )
+        for step, (tokens, labels) in enumerate(batches)
+    ]

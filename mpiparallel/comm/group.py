@@ -309,9 +309,7 @@ class Group:
 
     def _wait(self, op: str, sent: int, requests: list, finish: Callable):
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
-        return Pending(
-            self, op, f"with its {self.size} ranks", _complete(requests), finish
-        ).wait()
+        return Pending(self, op, f"with its {self.size} ranks", _complete(requests), finish).wait()
 
     def _blocks(self, op: str, array, dim: int) -> np.ndarray:
         """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""

@@ -42,10 +42,12 @@ def make_folder(settings: Settings) -> None:
 class RunLog:
     """Follows a run on every rank; rank 0 prints and writes.
 
-    Making it measures the matmul peak, so every rank makes it.
+    Making it measures the matmul peak, so every rank makes it. first : steps that an earlier run
+    did; its rows stay in metrics.jsonl, what came after them goes.
     """
 
-    def __init__(self, settings: Settings, config: ModelConfig, mesh: Mesh):
+    def __init__(self, settings: Settings, config: ModelConfig, mesh: Mesh, first: int = 0):
+        self.first = first
         self.settings, self.config, self.mesh = settings, config, mesh
         self.busy = self.cost = self.seconds = 0.0
         self.last_line = -QUIET_SECONDS
@@ -53,7 +55,10 @@ class RunLog:
         self.peak = matmul_peak(mesh, settings.dtype)
         self.metrics: IO[str] | None = None
         if mesh.rank == 0:
-            self.metrics = open(Path(settings.out) / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115
+            path = Path(settings.out) / "metrics.jsonl"
+            before = path.read_text().splitlines(keepends=True)[:first] if path.exists() else []
+            path.write_text("".join(before))
+            self.metrics = path.open("a", buffering=1)
 
     def start(self, threads: int | None, tokenizer_size: int, train_tokens: int) -> None:
         """Say what is about to run."""
@@ -98,6 +103,14 @@ class RunLog:
                 f"lr {lr:.2e}   {rate:>9,.0f} tokens/s   {share:>4.0%} of matmul peak{evaluated}"
             )
 
+    def stopped(self, step: int) -> None:
+        """Say that the run ended early, as asked, and how to go on."""
+        out = self.settings.out
+        self._print(
+            f"stopped after step {step}, as asked; go on with\n    mpirun -n {self.mesh.size} "
+            f"python -m mpiparallel train --config {out}/config.toml --resume {out}"
+        )
+
     def finish(self, model: GPT, optimizer, schedule) -> None:
         """Write summary.json. Every rank calls."""
         mesh, s = self.mesh, self.settings
@@ -122,10 +135,11 @@ class RunLog:
             "nodes": mesh.nodes,
             "parameters": self.config.parameters,
             "steps": s.steps,
+            "resumed_from": self.first,
             "loss": self.loss,
             "val_loss": self.val_loss,
             "seconds": self.seconds,
-            "tokens_per_second": s.steps * s.global_batch * s.seq_len / self.seconds,
+            "tokens_per_second": (s.steps - self.first) * s.global_batch * s.seq_len / self.seconds,
             "matmul_flops_per_second": self.peak,
             "ledger": Ledger.merge([rank["ledger"] for rank in every]),
             "memory": {kind: [rank["memory"][kind] for rank in every] for kind in mine["memory"]},
@@ -146,7 +160,7 @@ class RunLog:
 
     def _traffic(self, ledger: list[dict]) -> str:
         """Bytes by axis and operation, per rank and step."""
-        scale = self.mesh.size * self.settings.steps
+        scale = self.mesh.size * (self.settings.steps - self.first)
         lines = ["sent per rank and step:"]
         for row in ledger:
             if row["bytes"]:

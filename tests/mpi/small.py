@@ -6,10 +6,10 @@ import dataclasses
 import numpy as np
 
 from mpiparallel import settings as settings_module
-from mpiparallel.checkpoint import gather
 from mpiparallel.data import Batch
 from mpiparallel.layers.loss import IGNORE
-from mpiparallel.mesh import Mesh
+from mpiparallel.mesh import Coordinates, Mesh
+from mpiparallel.model import every_parameter
 from mpiparallel.settings import Settings
 from mpiparallel.train import Trainer
 
@@ -56,6 +56,33 @@ def batch(step, size=SMALL.global_batch, sequence=SMALL.seq_len):
     ignored = generator.random((size, sequence)) < np.linspace(0.7, 0.0, size)[:, None]
     labels[ignored] = IGNORE
     return Batch(tokens, labels, int((labels != IGNORE).sum()))
+
+
+def gather(model, mesh, placement, what="data"):
+    """The global arrays by name on rank 0; an empty dict elsewhere. Every rank calls.
+
+    what : "data" for weights, "grad" for gradients. The pieces of the first replica are sent to
+    rank 0 one parameter at a time, over the world.
+    """
+    whole = {}
+    mine = {parameter.name: parameter for parameter in model.parameters}
+    for parameter in every_parameter(model.config, mesh.tp, placement):
+        holder = min(parameter.holders)
+        sends = mesh.coordinates.dp == 0 and mesh.coordinates.pp == holder and mesh.rank != 0
+        if sends:
+            mesh.world.send(getattr(mine[parameter.name], what), 0)
+        if mesh.rank != 0:
+            continue
+        pieces = []
+        for tp_rank in range(mesh.tp.size):
+            source = Coordinates(0, holder, tp_rank).rank(mesh.pp.size, mesh.tp.size)
+            if source == 0:
+                pieces.append(getattr(mine[parameter.name], what))
+            else:
+                piece = np.empty(parameter.local_shape, model.gradients.dtype)
+                pieces.append(mesh.world.recv(piece, source))
+        whole[parameter.name] = parameter.layout.join(pieces, parameter.shape)
+    return whole
 
 
 def gathered(made, what="data"):

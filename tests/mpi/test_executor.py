@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import reference
 from conftest import WORLD, factorings
-from small import SMALL, assert_same, batch, gathered, serial_weights, trainer
+from small import SMALL, assert_same, batch, gather, gathered, serial_weights, trainer
 
-from mpiparallel.checkpoint import gather
 from mpiparallel.mesh import Mesh
 from mpiparallel.model import GPT
 from mpiparallel.model_config import ModelConfig

@@ -75,7 +75,7 @@ def test_three_adamw_steps_equal_the_serial_ones(mesh):
             beta1=SMALL.beta1,
             beta2=SMALL.beta2,
             weight_decay=SMALL.weight_decay,
-            max_norm=SMALL.clip,
+            clip=SMALL.clip,
         )
         assert all(norm > SMALL.clip for _, norm in history), "clipping is part of the case"
         np.testing.assert_allclose(

@@ -132,7 +132,7 @@ def test_a_run_writes_what_it_promises_and_generate_reads_it_on_another_mesh(
 def test_generate_refuses_what_the_checkpoint_cannot_do(mpiparallel, text, tmp_path):
     assert mpiparallel(1, "train", *TINY, "--data", text, "--steps", 1, "--out", "run").status == 0
     for ranks, arguments, named in [
-        (1, ["--checkpoint", "nowhere"], ["--checkpoint nowhere", "no checkpoint"]),
+        (1, ["--checkpoint", "nowhere"], ["--checkpoint nowhere", "no complete checkpoint"]),
         (1, ["--checkpoint", "run", "--prompt", "Zebra"], ["'Z'", "alphabet"]),
         (1, ["--checkpoint", "run", "--tokens", "0"], ["--tokens 0"]),
         (1, ["--checkpoint", "run", "--temperature", "-1"], ["--temperature -1"]),
@@ -142,12 +142,6 @@ def test_generate_refuses_what_the_checkpoint_cannot_do(mpiparallel, text, tmp_p
         assert done.status == 2
         [line] = done.err.strip().splitlines()
         assert all(part in line for part in named), line
-    weights = tmp_path / "run" / "checkpoints" / "step-1" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    done = mpiparallel(2, "generate", "--checkpoint", "run")
-    assert done.status == 2
-    assert "model.safetensors: not a readable checkpoint" in done.err
-    assert len(done.err.splitlines()) == 1
 
 
 def test_a_failure_on_one_rank_ends_all_with_one_traceback(mpiparallel, text, tmp_path):
