@@ -234,7 +234,9 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
     except BaseException as error:
         if getattr(error, "agreed", False):
             raise
-        failure.end_all_ranks(f"mpiparallel: {where} failed:\n{traceback.format_exc()}")
+        hung = type(error).__name__ == "CommunicationTimeout"  # says where by itself, in a table
+        what = f"error: {error}" if hung else f"{where} failed:\n{traceback.format_exc()}"
+        failure.end_all_ranks(f"mpiparallel: {what}")
     finally:
         failure.forget()
 

@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
+from mpiparallel.comm.watch import Watch
 from mpiparallel.errors import UserError
 
 AXES = ("dp", "pp", "tp")
@@ -68,7 +69,7 @@ class Mesh:
     node : number of the node this rank runs on, counted by lowest rank; nodes : their number.
     node_of : the node of every rank.
     node_ranks, node_cores : ranks on this rank's node, and cores that they may run on together.
-    ledger : the `Ledger` that all Groups count in.
+    ledger : the `Ledger` that all Groups count in. watch : the `Watch` that they share.
 
     Raises UserError where the communicator is not dp x pp x tp ranks.
     """
@@ -86,6 +87,7 @@ class Mesh:
         self.shape = Coordinates(dp, pp, tp)
         self.coordinates = Coordinates.of(communicator.rank, pp, tp)
         self.ledger = Ledger()
+        self.watch = Watch(communicator, self.coordinates)
         here = self.coordinates
 
         def group(axis: str, color: int) -> Group:
@@ -95,6 +97,7 @@ class Mesh:
                 ledger=self.ledger,
                 where=f"rank {communicator.rank} ({here})",
                 timeout=timeout,
+                watch=self.watch,
             )
 
         # Ranks with one color share a group: those that agree in the other two coordinates.
@@ -139,6 +142,7 @@ class Mesh:
         """Give the communicators back. All ranks call it."""
         for axis in (*AXES, "world"):
             self.group(axis).free()
+        self.watch.free()
 
     def __enter__(self) -> Mesh:
         return self

@@ -18,9 +18,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.name = ""
 
-    def __bool__(self) -> bool:
-        return bool(self.name)
-
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt

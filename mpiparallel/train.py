@@ -71,7 +71,7 @@ class Trainer:
         mesh: Mesh,
         stop: StopRequest | None = None,
     ):
-        self.stop = stop or StopRequest()
+        self.stop = StopRequest() if stop is None else stop
         assert settings.micro_batches is not None
         self.settings, self.mesh = settings, mesh
         self.schedule = schedules.build(
@@ -94,6 +94,7 @@ class Trainer:
 
         Raises RunError on every rank, and changes nothing, where loss or norm is not finite.
         """
+        self.mesh.watch.step = self.optimizer.steps + 1
         result = self.gradients(batch)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise self._diverged(batch, result)
@@ -115,7 +116,7 @@ class Trainer:
         # Each loss and each gradient is counted by one rank: the sum is the global one.
         loss = _sum_losses(outcome) if mesh.tp.rank == 0 else 0.0
         squares = local_square_sum(model.parameters, mesh.pp.rank) if mesh.dp.rank == 0 else 0.0
-        asked = float(bool(self.stop))
+        asked = float(self.stop.name != "")
         loss, squares, asked = mesh.world.allreduce(np.array([loss, squares, asked]))
         norm = math.sqrt(squares) if squares >= 0 else math.nan
         return StepResult(float(loss) / max(1, batch.valid), norm, asked > 0, outcome)

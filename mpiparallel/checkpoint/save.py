@@ -58,8 +58,7 @@ def save(
         every = world.allgather_json(mine)
         _on_rank_0(world, final, lambda: _finish(part, final, _describe(every, about), keep))
     except RunError:
-        if world.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+        _on_rank_0(world, final, partial(shutil.rmtree, part, ignore_errors=True))
         raise
 
 

@@ -29,6 +29,7 @@ from mpi4py import MPI
 
 from mpiparallel import backend
 from mpiparallel.comm.ledger import Ledger, ring_bytes
+from mpiparallel.comm.watch import LOOK_SECONDS, Watch
 
 if TYPE_CHECKING:
     from mpiparallel.comm.node import NodeLayout
@@ -77,11 +78,8 @@ class Pending:
             polls += 1
             if polls % POLLS == 0:
                 yield_processor()
-                if time.perf_counter() - start > group.timeout:
-                    raise CommunicationTimeout(
-                        f"{group.where} waited {group.timeout:g} s in {self._op} "
-                        f"on axis {group.axis} {self._peer}, in vain"
-                    )
+                group.look_up(self._op, self._peer, start)
+        group.watch.waiting = None
         result = self._finish()
         group.ledger.add(group.axis, self._op, seconds=time.perf_counter() - start)
         return result
@@ -97,6 +95,7 @@ class Group:
     ledger : counts every call; Groups of one Mesh share it.
     where : this rank and its mesh coordinates, for messages.
     timeout : seconds after which a wait gives up.
+    watch : tells the other ranks what this one waits for; Groups of one Mesh share it.
     """
 
     def __init__(
@@ -107,8 +106,11 @@ class Group:
         ledger: Ledger | None = None,
         where: str | None = None,
         timeout: float = 300.0,
+        watch: Watch | None = None,
     ):
         self.communicator, self.axis, self.timeout = communicator, axis, timeout
+        self.watch = Watch() if watch is None else watch
+        self._next_look = 0.0
         self.ledger = Ledger() if ledger is None else ledger
         self.rank, self.size = communicator.rank, communicator.size
         self.where = f"rank {self.rank}" if where is None else where
@@ -132,6 +134,23 @@ class Group:
         """
         self._last_tag = self._last_tag % 32767 + 1
         return self._last_tag
+
+    def look_up(self, op: str, peer: str, since: float) -> None:
+        """What a rank does now and then while it waits: answer others, and give up in the end.
+
+        Raises CommunicationTimeout, with the table of what all ranks do, after `timeout` seconds.
+        """
+        now = time.perf_counter()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        self.watch.waiting = (f"{op} on axis {self.axis} {peer}", since)
+        self.watch.answer()
+        if now - since > self.timeout:
+            raise CommunicationTimeout(
+                f"{self.where} waited {self.timeout:g} s in {op} on axis {self.axis} {peer}, "
+                f"in vain\n{self.watch.table()}".rstrip()
+            )
 
     # ---- collectives: every rank of the group calls, with arrays of one shape and dtype ----
 

@@ -93,15 +93,18 @@ class Executor:
                     buffer = xp.empty((batch, sequence, self.model.hidden), self.dtype)
                     posted[message] = self.pp.irecv(buffer, message.sender, self._tag(message))
                 case WaitReceive(message):
+                    self.pp.watch.action = message
                     self.arrays[_key(message)] = posted.pop(message).wait()
                 case Send(message):
                     array = self.arrays.pop(_key(message))
                     sending.append(self.pp.isend(array, message.receiver, self._tag(message)))
                     sending = [pending for pending in sending if not pending.test()]
                 case Action():
+                    self.pp.watch.action = entry
                     start = time.perf_counter()
                     self._act(entry)
                     self.outcome.spans.append((entry, start, time.perf_counter()))
+        self.pp.watch.action = None
         for pending in sending:
             pending.wait()
         return self.outcome

@@ -205,13 +205,15 @@ def test_clipping_leaves_zero_gradients_at_zero():
 
 def test_learning_rate_climbs_a_line_and_descends_a_cosine():
     settings = {"lr": 1.0, "min_lr": 0.2, "warmup": 4, "steps": 12}
-    rates = [reference.learning_rate(step, **settings) for step in (0, 1, 3, 4, 8, 12)]
-    np.testing.assert_allclose(rates, [0.25, 0.5, 1.0, 1.0, 0.6, 0.2], rtol=1e-14)
+    rates = [reference.learning_rate(step, **settings) for step in (0, 1, 3, 4, 6, 8, 12)]
+    quarter = 0.6 + 0.4 * math.sqrt(0.5)  # cos(pi / 4)
+    np.testing.assert_allclose(rates, [0.25, 0.5, 1.0, 1.0, quarter, 0.6, 0.2], rtol=1e-14)
 
 
 def test_learning_rate_without_warmup_or_with_nothing_else():
     assert reference.learning_rate(0, lr=1.0, min_lr=0.2, warmup=0, steps=10) == 1.0
     assert reference.learning_rate(3, lr=1.0, min_lr=0.2, warmup=4, steps=4) == 1.0
+    assert reference.learning_rate(4, lr=1.0, min_lr=0.2, warmup=4, steps=4) == 1.0
 
 
 def test_adamw_moves_by_lr_against_the_sign_of_a_constant_gradient():
@@ -273,6 +275,28 @@ def test_training_reports_loss_and_norm_before_each_update(parameters, tokens, l
     assert history[0] == (value, reference.gradient_norm(gradients))
     assert asked == list(range(20))
     assert history[-1][0] < 0.9 * history[0][0]
+
+
+def test_training_is_loss_clip_and_adamw_in_turn(parameters, tokens, labels):
+    expected = {name: p.copy() for name, p in parameters.items()}
+    batches = [(tokens, labels), (tokens[::-1, 1:], labels[::-1, 1:])]
+    adamw = reference.AdamW(0.8, 0.95, weight_decay=0.1)
+    for step, batch in enumerate(batches):
+        _, gradients = reference.loss_and_gradients(expected, *batch, HEADS)
+        adamw.step(expected, reference.clip(gradients, 0.1)[0], lr=0.1 / (step + 1))
+
+    reference.train_steps(
+        parameters,
+        batches,
+        heads=HEADS,
+        lr_of_step=lambda step: 0.1 / (step + 1),
+        beta1=0.8,
+        beta2=0.95,
+        weight_decay=0.1,
+        clip=0.1,
+    )
+    for name in parameters:
+        np.testing.assert_array_equal(parameters[name], expected[name], err_msg=name)
 
 
 @pytest.mark.parametrize(("clip", "moved"), [(0, (0.9, 1.0)), (1e-8, (0.1, 0.5))])
