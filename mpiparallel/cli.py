@@ -73,6 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_arguments(command, ["dp", "pp", "tp", "seed", "dtype", "timeout"])
     command.set_defaults(run=_generate)
 
+    command = commands.add_parser("export", help="a checkpoint as one file in GPT-2's names")
+    command.add_argument("checkpoint", metavar="DIR", help="a run or a checkpoint")
+    command.add_argument("file", metavar="FILE", help="model.safetensors; config.json goes beside")
+    command.set_defaults(run=_export)
+
+    command = commands.add_parser("import", help="a GPT-2 of Hugging Face as a checkpoint")
+    command.add_argument("file", metavar="FILE", help="model.safetensors, with config.json beside")
+    command.add_argument("out", metavar="DIR", help="folder that the checkpoint goes under")
+    command.set_defaults(run=_import)
+
     command = commands.add_parser(
         "schedule", help="print or draw a pipeline schedule; needs no MPI"
     )
@@ -198,6 +208,67 @@ def _generate(arguments: argparse.Namespace) -> int:
                 print(text, end="", flush=True)
         if mesh.rank == 0:
             print()
+
+    return run_on_mesh(prepare, run)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mpiparallel.settings import Settings
+
+    def prepare(rank: int, ranks: int):
+        return Settings(dp=ranks), *_find_checkpoint(arguments.checkpoint, "export")
+
+    def run(mesh, settings, folder, manifest) -> None:
+        from mpiparallel.checkpoint.gpt2 import export
+        from mpiparallel.checkpoint.load import verify
+        from mpiparallel.comm.agree import agree
+
+        agree(mesh.world, partial(verify, folder, manifest, mesh.rank, mesh.size))
+        file = Path(arguments.file)
+        agree(mesh.world, lambda: export(folder, manifest, file) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            print(f"{folder} written to {file} and {file.parent / 'config.json'}")
+
+    return run_on_mesh(prepare, run)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mpiparallel.settings import Settings
+
+    def prepare(rank: int, ranks: int):
+        from mpiparallel.checkpoint.gpt2 import read
+
+        return Settings(dp=ranks), read(Path(arguments.file)) if rank == 0 else None
+
+    def run(mesh, settings, found) -> None:
+        from mpiparallel.checkpoint.boxes import Box, Piece
+        from mpiparallel.checkpoint.files import step_folder
+        from mpiparallel.checkpoint.save import save
+
+        folder = step_folder(Path(arguments.out), 0)
+        config, tokenizer, arrays = found or (None, None, {})
+        pieces = [
+            Piece(name, array.shape, Box((0,) * array.ndim, array.shape), array, owned=True)
+            for name, array in arrays.items()
+        ]
+        save(
+            folder,
+            pieces,
+            mesh.world,
+            keep=0,
+            step=0,
+            seed=settings.seed,
+            optimizer_steps=0,
+            mesh={"dp": 1, "pp": 1, "tp": 1},
+            config=config,
+            tokenizer=tokenizer,
+        )
+        if config:
+            print(f"{arguments.file}: {config.parameters:,} parameters, imported to {folder}")
 
     return run_on_mesh(prepare, run)
 

@@ -31,6 +31,27 @@ class ModelConfig:
         block = 4 * h * h + 2 * h * self.feed_forward + 2 * s * h
         return 6.0 * sequences * s * (self.layers * block + h * self.vocabulary)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global name -> global shape of every parameter, in the order of the model."""
+        h, f = self.hidden, self.feed_forward
+        block = {
+            "attention_norm": (h,),
+            "attention.qkv": (h, 3 * h),
+            "attention.projection": (h, h),
+            "mlp_norm": (h,),
+            "mlp.up": (h, f),
+            "mlp.down": (f, h),
+        }
+        found: dict[str, tuple[int, ...]] = {
+            "token_embedding.weight": (self.vocabulary, h),
+            "position_embedding.weight": (self.sequence, h),
+        }
+        for layer in range(self.layers):
+            for part, shape in block.items():
+                found[f"blocks.{layer}.{part}.weight"] = shape
+                found[f"blocks.{layer}.{part}.bias"] = shape[-1:]
+        return found | {"final_norm.weight": (h,), "final_norm.bias": (h,)}
+
 
 def stage_layers(layers: int, stages: int) -> list[range]:
     """The blocks of each stage: contiguous, as even as can be, earlier stages take what is left

@@ -145,6 +145,7 @@ def parse_manifest(values: Any, where: str) -> Manifest:
         name: _parse_array(read, name, read.mapping(array, name), files)
         for name, array in read.mapping(root.get("arrays"), "arrays").items()
     }
+    _check_model(read, config, arrays)
     _check_room(read, arrays, files)
     return Manifest(
         step=read.number(root.get("step"), "step"),
@@ -160,7 +161,7 @@ def parse_manifest(values: Any, where: str) -> Manifest:
 
 def _parse_array(read: _Reader, name: str, array: dict, files: dict) -> StoredArray:
     shape = read.numbers(array.get("shape"), f"shape of {name}")
-    dtype = array.get("dtype")
+    dtype = read.text(array.get("dtype"), f"dtype of {name}")
     if dtype not in DTYPES:
         read.wrong(f"dtype {dtype!r} of {name} is not known; legal: {', '.join(DTYPES)}")
     slices = []
@@ -187,6 +188,17 @@ def _parse_array(read: _Reader, name: str, array: dict, files: dict) -> StoredAr
             if part.box.common(other.box):
                 read.wrong(f"two slices of {name} overlap, and others are missing")
     return StoredArray(shape, dtype, tuple(slices))
+
+
+def _check_model(read: _Reader, config: ModelConfig, arrays: dict[str, StoredArray]) -> None:
+    """Every weight of the model is there, in its shape. Moments may be missing."""
+    if config.layers > len(arrays):
+        read.wrong(f"a model of {config.layers} layers cannot be in {len(arrays)} arrays")
+    for name, shape in config.shapes().items():
+        if name not in arrays:
+            read.wrong(f"there is no array {name}")
+        if arrays[name].shape != shape:
+            read.wrong(f"{name} has shape {arrays[name].shape}, the model wants {shape}")
 
 
 def _check_room(read: _Reader, arrays: dict[str, StoredArray], files: dict) -> None:
