@@ -21,7 +21,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -29,10 +30,16 @@ from mpi4py import MPI
 from mpiparallel import backend
 from mpiparallel.comm.ledger import Ledger, ring_bytes
 
+if TYPE_CHECKING:
+    from mpiparallel.comm.node import NodeLayout
+
 yield_processor: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 # MPI counts elements in a C int: longer messages are cut into pieces of at most this many.
 MAX_ELEMENTS = 2**31 - 1
+
+# Polls between two gifts of the processor: asking MPI takes a tenth of what a switch takes.
+POLLS = 16
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _BOOL_OPS = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND}  # what NumPy's add, max, min do
@@ -43,29 +50,38 @@ class CommunicationTimeout(TimeoutError):
 
 
 class Pending:
-    """An operation that was posted. `wait` completes it and returns its array."""
+    """An operation that was posted. `wait` completes it and returns its array.
 
-    def __init__(self, group: Group, op: str, peer: str, requests: list, finish: Callable):
+    ready : lets MPI make progress, and says whether the operation is complete.
+    finish : called once it is; gives what `wait` returns.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        op: str,
+        peer: str,
+        ready: Callable[[], bool],
+        finish: Callable[[], Any],
+    ):
         self._group, self._op, self._peer = group, op, peer
-        self._requests, self._finish = requests, finish
-
-    def test(self) -> bool:
-        """Let MPI make progress; True once `wait` would return at once."""
-        return MPI.Request.Testall(self._requests)
+        self.test, self._finish = ready, finish  # test: True once `wait` would return at once
 
     def wait(self):
         """Complete the operation: the received or combined array, or the array that was sent.
 
         Raises CommunicationTimeout when the group's timeout (seconds) passes first.
         """
-        group, start = self._group, time.perf_counter()
-        while not MPI.Request.Testall(self._requests):
-            yield_processor()
-            if time.perf_counter() - start > group.timeout:
-                raise CommunicationTimeout(
-                    f"{group.where} waited {group.timeout:g} s in {self._op} "
-                    f"on axis {group.axis} {self._peer}, in vain"
-                )
+        group, start, polls = self._group, time.perf_counter(), 0
+        while not self.test():
+            polls += 1
+            if polls % POLLS == 0:
+                yield_processor()
+                if time.perf_counter() - start > group.timeout:
+                    raise CommunicationTimeout(
+                        f"{group.where} waited {group.timeout:g} s in {self._op} "
+                        f"on axis {group.axis} {self._peer}, in vain"
+                    )
         result = self._finish()
         group.ledger.add(group.axis, self._op, seconds=time.perf_counter() - start)
         return result
@@ -99,10 +115,23 @@ class Group:
         self.max_tag = int(communicator.Get_attr(MPI.TAG_UB) or 32767)  # at least, says MPI
         # A test switch: every send becomes an Ssend, which returns once its receive is posted.
         self.synchronous_sends = False
+        self.layout: NodeLayout | None = None  # which ranks share a node, where the Mesh says so
+        self._last_tag = 0
 
     def free(self) -> None:
         """Give the communicator back. All ranks of the group call it."""
+        if self.layout is not None:
+            self.layout.free()
         self.communicator.Free()
+
+    def next_tag(self) -> int:
+        """A tag that keeps the messages of one algorithm from those of others under way.
+
+        Every rank takes one for each algorithm, in the same order. They come round again after
+        the 32,767 that every MPI can carry.
+        """
+        self._last_tag = self._last_tag % 32767 + 1
+        return self._last_tag
 
     # ---- collectives: every rank of the group calls, with arrays of one shape and dtype ----
 
@@ -119,11 +148,8 @@ class Group:
             buffer = np.empty(array.shape, dtype)
         if buffer is not array:
             buffer[...] = _host(array)
-        flat = buffer.reshape(-1)
-        requests = [
-            self.communicator.Iallreduce(MPI.IN_PLACE, flat[piece], op=mpi_op)
-            for piece in _pieces(flat.size)
-        ]
+        flat, start = buffer.reshape(-1), self.communicator.Iallreduce
+        requests = [start(MPI.IN_PLACE, part, mpi_op) for part in _parts(flat)]
         return self._collective("allreduce", buffer.nbytes, requests, lambda: _fill(out, buffer))
 
     def allgather(self, array, dim: int = 0, out=None):
@@ -207,9 +233,9 @@ class Group:
         if self.rank == root and buffer is not array:
             buffer[...] = _host(array)
         raw = _raw(buffer)
-        requests = [self.communicator.Ibcast(raw[piece], root=root) for piece in _pieces(raw.size)]
+        requests = [self.communicator.Ibcast(part, root) for part in _parts(raw)]
         sent = raw.size * (self.size - 1) if self.rank == root else 0
-        return self._complete("bcast", sent, requests, lambda: _fill(out, buffer))
+        return self._wait("bcast", sent, requests, lambda: _fill(out, buffer))
 
     def allgather_json(self, value) -> list:
         """The small JSON-able `value` of every rank, in rank order, on every rank."""
@@ -250,11 +276,16 @@ class Group:
         self._check_peer(dest)
         raw = _raw(_host(array))
         send = self.communicator.Issend if self.synchronous_sends else self.communicator.Isend
-        requests = [send(raw[piece], dest, self._check_tag(tag)) for piece in _pieces(raw.size)]
+        self._check_tag(tag)
+        requests = [send(part, dest, tag) for part in _parts(raw)]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None, bytes=raw.size)
         # MPI reads from `raw`, so the closure keeps it alive until the send is complete.
         pending = Pending(
-            self, part_of or op, f"to {self.axis} {dest}", requests, lambda: (array, raw)[0]
+            self,
+            part_of or op,
+            f"to {self.axis} {dest}",
+            _complete(requests),
+            lambda: (array, raw)[0],
         )
         if self.synchronous_sends:
             pending.wait()
@@ -267,20 +298,20 @@ class Group:
         if not _direct(buffer):
             buffer = np.empty(out.shape, out.dtype)
         raw = _raw(buffer)
-        requests = [
-            self.communicator.Irecv(raw[piece], source, self._check_tag(tag))
-            for piece in _pieces(raw.size)
-        ]
+        self._check_tag(tag)
+        requests = [self.communicator.Irecv(part, source, tag) for part in _parts(raw)]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None)
         peer = f"from {self.axis} {source}"
-        return Pending(self, part_of or op, peer, requests, lambda: _fill(out, buffer))
+        return Pending(self, part_of or op, peer, _complete(requests), lambda: _fill(out, buffer))
 
     def _collective(self, op: str, array_bytes: int, requests: list, finish: Callable):
-        return self._complete(op, ring_bytes(op, array_bytes, self.size), requests, finish)
+        return self._wait(op, ring_bytes(op, array_bytes, self.size), requests, finish)
 
-    def _complete(self, op: str, sent: int, requests: list, finish: Callable):
+    def _wait(self, op: str, sent: int, requests: list, finish: Callable):
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
-        return Pending(self, op, f"with its {self.size} ranks", requests, finish).wait()
+        return Pending(
+            self, op, f"with its {self.size} ranks", _complete(requests), finish
+        ).wait()
 
     def _blocks(self, op: str, array, dim: int) -> np.ndarray:
         """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""
@@ -298,16 +329,27 @@ class Group:
         if not 0 <= peer < self.size:
             raise ValueError(f"there is no rank {peer} on axis {self.axis}: it has {self.size}")
 
-    def _check_tag(self, tag: int) -> int:
+    def _check_tag(self, tag: int) -> None:
         if not 0 <= tag <= self.max_tag:
             raise ValueError(f"tag {tag} is outside 0 to {self.max_tag}, what this MPI can carry")
-        return tag
+
+
+def _complete(requests: list) -> Callable[[], bool]:
+    """Asks whether all of the MPI requests are complete."""
+    return requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
 
 
 def _pieces(count: int) -> Iterator[slice]:
     """Slices of at most MAX_ELEMENTS that together cover `count` elements; none for none."""
     for start in range(0, count, MAX_ELEMENTS):
         yield slice(start, min(start + MAX_ELEMENTS, count))
+
+
+def _parts(flat: np.ndarray) -> list[np.ndarray]:
+    """The same pieces of a one-dimensional array; itself where one piece is enough."""
+    if 0 < flat.size <= MAX_ELEMENTS:
+        return [flat]
+    return [flat[piece] for piece in _pieces(flat.size)]
 
 
 def _host(array) -> np.ndarray:
@@ -350,6 +392,7 @@ def _check_dim(array, dim: int) -> int:
     return dim % array.ndim
 
 
+@cache
 def _reduction(dtype: np.dtype, op: str) -> tuple[np.dtype, MPI.Op]:
     """The dtype to reduce in and the MPI operation."""
     if op not in _OPS:
