@@ -141,6 +141,10 @@ class Group:
         op: "sum", "max" or "min". float16 is reduced in float32. Sends 2(p-1)/p of the array.
         Raises ValueError for an unknown op, TypeError for a dtype that MPI cannot reduce.
         """
+        return self.iallreduce(array, op, out).wait()
+
+    def iallreduce(self, array, op: str = "sum", out=None) -> Pending:
+        """Post the same; neither `array` nor `out` may be touched before `wait`."""
         out = _output(out, array.shape, array.dtype)
         dtype, mpi_op = _reduction(array.dtype, op)
         buffer = _host(out) if out.dtype == dtype else None
@@ -150,7 +154,8 @@ class Group:
             buffer[...] = _host(array)
         flat, start = buffer.reshape(-1), self.communicator.Iallreduce
         requests = [start(MPI.IN_PLACE, part, mpi_op) for part in _parts(flat)]
-        return self._collective("allreduce", buffer.nbytes, requests, lambda: _fill(out, buffer))
+        sent = ring_bytes("allreduce", buffer.nbytes, self.size)
+        return self._post("allreduce", sent, requests, lambda: _fill(out, buffer))
 
     def allgather(self, array, dim: int = 0, out=None):
         """Join the arrays of all ranks along `dim`, in rank order. Sends (p-1)/p of the result."""
@@ -235,7 +240,7 @@ class Group:
         raw = _raw(buffer)
         requests = [self.communicator.Ibcast(part, root) for part in _parts(raw)]
         sent = raw.size * (self.size - 1) if self.rank == root else 0
-        return self._wait("bcast", sent, requests, lambda: _fill(out, buffer))
+        return self._post("bcast", sent, requests, lambda: _fill(out, buffer)).wait()
 
     def allgather_json(self, value) -> list:
         """The small JSON-able `value` of every rank, in rank order, on every rank."""
@@ -305,13 +310,11 @@ class Group:
         return Pending(self, part_of or op, peer, _complete(requests), lambda: _fill(out, buffer))
 
     def _collective(self, op: str, array_bytes: int, requests: list, finish: Callable):
-        return self._wait(op, ring_bytes(op, array_bytes, self.size), requests, finish)
+        return self._post(op, ring_bytes(op, array_bytes, self.size), requests, finish).wait()
 
-    def _wait(self, op: str, sent: int, requests: list, finish: Callable):
+    def _post(self, op: str, sent: int, requests: list, finish: Callable) -> Pending:
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
-        return Pending(
-            self, op, f"with its {self.size} ranks", _complete(requests), finish
-        ).wait()
+        return Pending(self, op, f"with its {self.size} ranks", _complete(requests), finish)
 
     def _blocks(self, op: str, array, dim: int) -> np.ndarray:
         """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""
