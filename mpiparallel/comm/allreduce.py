@@ -19,12 +19,14 @@ float16 and bfloat16 are summed as float32, and sent as such: n is then twice th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+from mpi4py import MPI
 
 from mpiparallel.comm import half, hierarchical, recursive_doubling, ring
 from mpiparallel.comm.group import Group, Pending
-from mpiparallel.comm.ring import Steps
+from mpiparallel.comm.ring import Steps, run
 
 ALGORITHMS = ("window", "hierarchical", "recursive_doubling", "ring", "mpi")
 
@@ -80,11 +82,17 @@ def allreduce_steps(
 
 def allreduce(group: Group, array, algorithm: str = "auto", *, bfloat16: bool = False) -> None:
     """The same, run through: when it returns, `array` is the sum."""
-    window = group.layout.window if group.layout is not None else None
-    if algorithm == "auto" and window is not None and not bfloat16 and window.takes_at_once(array):
-        window.allreduce_at_once(array)  # as `allreduce_steps` would, without what a step costs
-    else:
-        ring.run(allreduce_steps(group, array, algorithm, bfloat16=bfloat16))
+    layout = group.layout
+    if algorithm == "auto" and layout is not None and not bfloat16:
+        window = layout.window
+        if window is not None and window.allreduce_at_once(array):
+            return
+    run(allreduce_steps(group, array, algorithm, bfloat16=bfloat16))
+
+
+def library_allreduce(group: Group) -> Callable:
+    """f(array): MPI_Allreduce in place on the bare communicator, to be measured against."""
+    return partial(group.communicator.Allreduce, MPI.IN_PLACE)
 
 
 def choose(group: Group, nbytes: int) -> str:

@@ -41,6 +41,10 @@ MAX_ELEMENTS = 2**31 - 1
 # Polls between two gifts of the processor: asking MPI takes a tenth of what a switch takes.
 POLLS = 16
 
+# Who yields again and again goes to the end of the queue; who has slept goes to its head. So after
+# YIELDING seconds in vain a wait sleeps for NAP seconds at a time.
+YIELDING, NAP = 100e-6, 20e-6
+
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _BOOL_OPS = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND}  # what NumPy's add, max, min do
 
@@ -76,8 +80,12 @@ class Pending:
         while not self.test():
             polls += 1
             if polls % POLLS == 0:
-                yield_processor()
-                if time.perf_counter() - start > group.timeout:
+                waited = time.perf_counter() - start
+                if waited < YIELDING:
+                    yield_processor()
+                else:
+                    time.sleep(NAP)
+                if waited > group.timeout:
                     raise CommunicationTimeout(
                         f"{group.where} waited {group.timeout:g} s in {self._op} "
                         f"on axis {group.axis} {self._peer}, in vain"

@@ -33,12 +33,13 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from mpiparallel.comm.group import POLLS, Group, Pending
+from mpiparallel.comm.group import Group, Pending, yield_processor
 from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two
-CACHED_BLOCK = 1 << 20  # bytes: stays in the cache of a core
-LONG_BLOCKS = 32 << 20  # bytes of all ranks together, where they share cores
+BLOCK = 2 << 20  # bytes of a rank: stays in the caches of its core
+CROWDED_BLOCK = 4 << 20  # bytes of a rank that shares its core: fewer barriers
+TRIES = 1000  # of a short all-reduce to see the others come, before it waits as all do
 
 _SUMMED = "?bhilqBHILQfdgFDG"  # dtypes that are summed as they are: not float16
 _LINE = 128  # bytes: counts of two ranks never share a cache line
@@ -47,15 +48,13 @@ _LINE = 128  # bytes: counts of two ranks never share a cache line
 class Window:
     """Shared memory of the ranks of `group`, all on one node. They make and free it together.
 
-    crowded : the ranks have fewer cores than they are. Takes about 1 MiB per rank, 40 MiB in all
-    where crowded.
+    crowded : the ranks have fewer cores than they are. Takes about a block per rank.
     """
 
     def __init__(self, group: Group, *, crowded: bool):
-        self.group = group
+        self.group, self._rank, self._axis = group, group.rank, group.axis
         rank, size = group.rank, group.size
-        block = max(LONG_BLOCKS // size, CACHED_BLOCK) if crowded else CACHED_BLOCK
-        self._chunk_bytes = block // size // _LINE * _LINE
+        self._chunk_bytes = (CROWDED_BLOCK if crowded else BLOCK) // size // _LINE * _LINE
         block = self._chunk_bytes * size
         length = _LINE + 2 * SMALL + block + self._chunk_bytes
         assert isinstance(group.communicator, MPI.Intracomm)
@@ -68,18 +67,20 @@ class Window:
             strict=True,
         )
         self._slots = first, second
-        self._counts = [memoryview(count[:8]).cast("B").cast("q") for count in counts]
+        self._others = [memoryview(count[:8]).cast("B").cast("q") for count in counts]
+        self._count = self._others.pop(rank)
+        self._crowded = crowded
         self._barriers = self._turn = 0
         self._taken = self._served = 0  # all-reduces begun, and ended
         self._slots_as = lru_cache(maxsize=256)(self._view_slots)
-        self._counts[rank][0] = 0
+        self._count[0] = 0
         self._window.Sync()
         group.communicator.Barrier()
 
     def free(self) -> None:
         """Give the memory back. All ranks of the group call it."""
         self._slots_as.cache_clear()
-        del self._counts, self._slots, self._blocks, self._sums
+        del self._count, self._others, self._slots, self._blocks, self._sums
         self._window.Unlock_all()
         self._window.Free()
 
@@ -94,28 +95,32 @@ class Window:
         self._taken += 1
         return self._in_turn(flat, self._taken - 1)
 
-    def takes_at_once(self, array: np.ndarray) -> bool:
-        """Whether `allreduce_at_once` may be called: a short array, and no other under way."""
-        flags = array.flags
-        return (
-            array.nbytes <= SMALL
-            and self._taken == self._served
-            and array.dtype.char in _SUMMED
-            and flags.c_contiguous
-            and flags.writeable
-        )
+    def allreduce_at_once(self, array: np.ndarray) -> bool:
+        """The same as `allreduce_steps` run through and counted, at the least cost per call.
 
-    def allreduce_at_once(self, array: np.ndarray) -> None:
-        """The same as `allreduce_steps` run through, and counted, for the least time per call."""
-        flat = array.reshape(-1)
+        False, and nothing done, for what it does not take: more than SMALL bytes, memory or a dtype
+        that cannot be summed in place, or any array while another all-reduce is under way.
+        """
+        flags, dtype = array.flags, array.dtype
+        if (
+            array.nbytes > SMALL
+            or self._taken != self._served
+            or not (flags.c_contiguous and flags.writeable)
+            or dtype.char not in _SUMMED
+        ):
+            return False
         self._taken += 1
+        flat = array if array.ndim == 1 else array.reshape(-1)
         slots = self._fill_slot(flat)
-        for _ in range(POLLS):
+        for _ in range(TRIES):
             if self._all_came():
                 break
+            if self._crowded:
+                yield_processor()
         else:
             run(self._wait_for("with its ranks", self._all_came))
         self._sum_slots(slots, flat, calls=1)
+        return True
 
     def _in_turn(self, flat: np.ndarray, ticket: int) -> Steps:
         if self._served != ticket:
@@ -158,39 +163,43 @@ class Window:
             for other in others:
                 pieces[other][...] = sums[other][: pieces[other].size]
         own = (bounds[rank + 1] - bounds[rank]) * flat.itemsize
-        self._end(flat.nbytes - own + (size - 1) * own)
+        self._served += 1
+        sent = flat.nbytes - own + (size - 1) * own
+        self.group.ledger.add(self._axis, "allreduce", bytes=sent)
 
     def _fill_slot(self, flat: np.ndarray) -> list[np.ndarray]:
         """Show the array to the others; the slots of all, to be read when all have come."""
-        self._turn ^= 1
-        slots = self._slots_as(self._turn, flat.dtype, flat.size)
-        slots[self.group.rank][...] = flat
+        self._turn = turn = 1 - self._turn
+        slots = self._slots_as(turn, flat.dtype, flat.size)
+        slots[self._rank][...] = flat
         self._come()
         return slots
 
     def _sum_slots(self, slots: list[np.ndarray], flat: np.ndarray, calls: int = 0) -> None:
         np.add(slots[0], slots[1], out=flat)
-        for slot in slots[2:]:
-            np.add(flat, slot, out=flat)
-        self._end(flat.nbytes * (len(slots) - 1), calls)
+        others = len(slots) - 1
+        if others > 1:
+            for slot in slots[2:]:
+                np.add(flat, slot, out=flat)
+        self._served += 1
+        row = self.group.ledger.row(self._axis, "allreduce")
+        row.calls += calls
+        row.bytes += flat.nbytes * others
 
     def _view_slots(self, turn: int, dtype: np.dtype, length: int) -> list[np.ndarray]:
         return [slot.view(dtype)[:length] for slot in self._slots[turn]]
-
-    def _end(self, sent: int, calls: int = 0) -> None:
-        self._served += 1
-        self.group.ledger.add(self.group.axis, "allreduce", calls=calls, bytes=sent)
 
     # ---- the barrier ----
 
     def _come(self) -> None:
         self._barriers += 1
         self._window.Sync()
-        self._counts[self.group.rank][0] = self._barriers
+        self._count[0] = self._barriers
 
     def _all_came(self) -> bool:
-        for count in self._counts:
-            if count[0] < self._barriers:
+        barriers = self._barriers
+        for count in self._others:
+            if count[0] < barriers:
                 return False
         self._window.Sync()
         return True

@@ -37,7 +37,7 @@ def make_group(size, node_of=None):
 def group(request, monkeypatch):
     """Of the case's size, on the pretended nodes of its algorithm."""
     algorithm, size = request.param
-    monkeypatch.setattr(window, "CACHED_BLOCK", 8192)
+    monkeypatch.setattr(window, "BLOCK", 8192)
     monkeypatch.setattr(window, "SMALL", 1024)
     nodes = [rank // 2 for rank in range(size)] if algorithm == "hierarchical" else None
     made = make_group(size, nodes)
