@@ -64,11 +64,14 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _contestants(group: Group, size: int) -> dict[str, Callable[[np.ndarray], Any]]:
-    others = {"ring", "recursive_doubling"} - {choose(group, size)}
-    return {"mpi": library_allreduce(group), "auto": partial(allreduce, group)} | {
-        name: partial(allreduce, group, algorithm=name) for name in sorted(others)
+def _contestants(group: Group, size: int) -> dict[str, Callable]:
+    contestants: dict[str, Callable] = {
+        "mpi": library_allreduce(group),
+        "auto": partial(allreduce, group),
     }
+    for name in sorted({"ring", "recursive_doubling"} - {choose(group, size)}):
+        contestants[name] = partial(allreduce, group, algorithm=name)
+    return contestants
 
 
 def _medians(group: Group, contestants: dict, array: np.ndarray) -> dict[str, float]:

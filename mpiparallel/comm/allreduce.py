@@ -4,10 +4,11 @@ Each of these sums n bytes over p ranks in place, and leaves the same bits on al
 
     algorithm            bytes that a rank sends                        what `auto` takes it for
     window               2(p-1)/p n, and (p-1) n up to 64 KiB           ranks of one node
+    mpi                  what MPI_Allreduce does, counted as a ring     up to 256 KiB elsewhere
     hierarchical         2(m-1)/m n inside, 2(k-1)/k n/m across         k nodes of m ranks
-    recursive_doubling   n log2 p                                       others, up to 64 KiB
     ring                 2(p-1)/p n                                     others
-    mpi                  what MPI_Allreduce does, counted as a ring     nothing
+    recursive_doubling   n log2 p                                       nothing alone: the sums
+                                                                        between nodes up to 64 KiB
 
 float16 and bfloat16 are summed as float32, and sent as such: n is then twice the array.
 
@@ -27,6 +28,8 @@ from mpi4py import MPI
 from mpiparallel.comm import half, hierarchical, recursive_doubling, ring
 from mpiparallel.comm.group import Group, Pending
 from mpiparallel.comm.ring import Steps, run
+
+LIBRARY_UP_TO = 256 * 1024  # bytes: over a network C starts its messages sooner than Python
 
 ALGORITHMS = ("window", "hierarchical", "recursive_doubling", "ring", "mpi")
 
@@ -100,9 +103,11 @@ def choose(group: Group, nbytes: int) -> str:
     layout = group.layout
     if layout is not None and layout.window is not None:
         return "window"
+    if nbytes <= LIBRARY_UP_TO:
+        return "mpi"
     if layout is not None and layout.grid is not None:
         return "hierarchical"
-    return "recursive_doubling" if nbytes <= recursive_doubling.UP_TO else "ring"
+    return "ring"
 
 
 # What must happen in the same order on every rank happens in the call, not when the steps begin.

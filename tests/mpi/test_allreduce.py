@@ -206,8 +206,7 @@ def test_auto_goes_by_size_and_nodes():
     for node_of, algorithm in expected:
         group = make_group(p, node_of)
         assert choose(group, 10**6) == algorithm, node_of
-        if algorithm == "ring":
-            assert choose(group, 8) == "recursive_doubling"
+        assert choose(group, 8) == ("window" if algorithm == "window" else "mpi")
         group.free()
 
 
