@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
+from mpiparallel.comm.node import NodeLayout
 from mpiparallel.comm.watch import Watch
 from mpiparallel.errors import UserError
 
@@ -69,6 +70,7 @@ class Mesh:
     node : number of the node this rank runs on, counted by lowest rank; nodes : their number.
     node_of : the node of every rank.
     node_ranks, node_cores : ranks on this rank's node, and cores that they may run on together.
+        `dp.layout` says which ranks of the dp axis share a node: its all-reduces use that.
     ledger : the `Ledger` that all Groups count in. watch : the `Watch` that they share.
 
     Raises UserError where the communicator is not dp x pp x tp ranks.
@@ -112,6 +114,11 @@ class Mesh:
         neighbours = [rank for rank, node in enumerate(self.node_of) if node == self.node]
         self.node_cores = len(set().union(*(every_core[rank] for rank in neighbours)))
         self.node_ranks = len(neighbours)
+        replicas = [
+            self.node_of[Coordinates(dp_rank, here.pp, here.tp).rank(pp, tp)]
+            for dp_rank in range(dp)
+        ]
+        self.dp.layout = NodeLayout(self.dp, replicas, crowded=self.node_ranks > self.node_cores)
 
     @property
     def rank(self) -> int:

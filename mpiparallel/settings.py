@@ -63,10 +63,10 @@ class Settings:
     beta2: float = _setting(0.99, "decay of AdamW's second moment", kind=float, low=0, below=1)
     clip: float = _setting(1.0, "largest global gradient norm, 0 for no limit", kind=float, low=0)
     allreduce: str = _setting(
-        "ring",
-        "gradients on the dp axis: our ring, or MPI's own",
+        "auto",
+        "gradients on the dp axis: by size and nodes, our ring, or MPI's own",
         kind=str,
-        choices=("ring", "mpi"),
+        choices=("auto", "ring", "mpi"),
     )
     dtype: str = _setting(
         "float32", "of weights and work", kind=str, choices=("float32", "float64")

@@ -1,4 +1,4 @@
-"""`bench {matmul,step,pipeline}`: parse, measure on every rank, print a table or a JSON object."""
+"""`bench {matmul,allreduce,step,pipeline}`: parse, measure on every rank, print the result."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ from mpiparallel.settings import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmarks as subcommands. Each sets `base`, the settings it starts from, and
-    `measure(arguments, mesh, settings)` -> dict."""
+    """The benchmarks as subcommands. Each sets `base`, the settings it starts from,
+    `measure(arguments, mesh, settings)` -> dict, and `table(dict)` -> str, what is printed."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
     def add(name: str, help: str, measure, base: Settings, flags: list[str]):
         command = benchmarks.add_parser(name, help=help)
         settings_module.add_arguments(command, [*flags, "timeout"], base)
         command.add_argument("--json", action="store_true", help="one JSON object, nothing else")
-        command.set_defaults(measure=measure, base=base)
+        command.set_defaults(measure=measure, base=base, table=_table)
         return command
 
     add("matmul", "matrix products of all ranks at the same time", _matmul, Settings(), ["dtype"])
+
+    allreduce = add(
+        "allreduce",
+        "our all-reduces beside MPI's, from 8 bytes to 64 MiB, on all ranks",
+        _allreduce,
+        Settings(),
+        ["dtype"],
+    )
+    allreduce.add_argument(
+        "--bytes", type=int, nargs="+", metavar="N", help="sizes to measure instead"
+    )
+    allreduce.set_defaults(table=_allreduce_table)
 
     mesh = ["dp", "pp", "tp", "schedule", "stages_per_rank", "micro_batches"]
     model = ["layers", "heads", "hidden", "feed_forward", "seq_len", "global_batch"]
@@ -57,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def prepare(arguments: argparse.Namespace, rank: int, ranks: int) -> tuple[Settings]:
     """The checked settings of a benchmark. Raises UserError."""
     settings = settings_module.from_arguments(arguments, base=arguments.base)
+    if arguments.benchmark == "allreduce":
+        for size in arguments.bytes or ():
+            if size < 1:
+                raise UserError(f"--bytes {size}: legal: 1 or more")
+        settings = dataclasses.replace(settings, dp=ranks, global_batch=ranks)
     if arguments.benchmark == "pipeline":
         for flag in ("forward_ms", "backward_ms"):
             if not 0 < getattr(arguments, flag) < 1e6:
@@ -64,8 +81,10 @@ def prepare(arguments: argparse.Namespace, rank: int, ranks: int) -> tuple[Setti
                     f"--{flag.replace('_', '-')} {getattr(arguments, flag)}: legal: more than 0"
                 )
         stages = len(schedules.placement(settings.schedule, ranks, settings.stages_per_rank))
-        batch = settings.micro_batches or arguments.base.micro_batches
-        settings = dataclasses.replace(settings, pp=ranks, layers=stages, global_batch=batch)
+        assert settings.micro_batches is not None
+        settings = dataclasses.replace(
+            settings, pp=ranks, layers=stages, global_batch=settings.micro_batches
+        )
     return (settings_module.check(settings, ranks),)
 
 
@@ -77,7 +96,7 @@ def measure(arguments: argparse.Namespace, mesh, settings: Settings) -> None:
     if arguments.json:
         print(json.dumps(result))
     else:
-        print("\n".join(f"{name:<26}{_human(value)}" for name, value in result.items()))
+        print(arguments.table(result))
 
 
 def _matmul(arguments: argparse.Namespace, mesh, settings: Settings) -> dict[str, Any]:
@@ -93,6 +112,18 @@ def _matmul(arguments: argparse.Namespace, mesh, settings: Settings) -> dict[str
     }
 
 
+def _allreduce(arguments: argparse.Namespace, mesh, settings: Settings) -> dict[str, Any]:
+    from mpiparallel.bench.allreduce import SIZES, measure_allreduce
+
+    return measure_allreduce(mesh, settings.dtype, arguments.bytes or SIZES)
+
+
+def _allreduce_table(result: dict[str, Any]) -> str:
+    from mpiparallel.bench.allreduce import table
+
+    return table(result)
+
+
 def _step(arguments: argparse.Namespace, mesh, settings: Settings) -> dict[str, Any]:
     from mpiparallel.bench.step import measure_step
 
@@ -103,6 +134,10 @@ def _pipeline(arguments: argparse.Namespace, mesh, settings: Settings) -> dict[s
     from mpiparallel.bench.pipeline import measure_pipeline
 
     return measure_pipeline(mesh, settings, arguments.forward_ms, arguments.backward_ms)
+
+
+def _table(result: dict[str, Any]) -> str:
+    return "\n".join(f"{name:<26}{_human(value)}" for name, value in result.items())
 
 
 def _human(value: Any) -> str:

@@ -42,6 +42,10 @@ MAX_ELEMENTS = 2**31 - 1
 # Polls between two gifts of the processor: asking MPI takes a tenth of what a switch takes.
 POLLS = 16
 
+# Who yields again and again goes to the end of the queue; who has slept goes to its head. So after
+# YIELDING seconds in vain a wait sleeps for NAP seconds at a time.
+YIELDING, NAP = 100e-6, 20e-6
+
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _BOOL_OPS = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND}  # what NumPy's add, max, min do
 
@@ -77,7 +81,11 @@ class Pending:
         while not self.test():
             polls += 1
             if polls % POLLS == 0:
-                yield_processor()
+                waited = time.perf_counter() - start
+                if waited < YIELDING:
+                    yield_processor()
+                else:
+                    time.sleep(NAP)
                 group.look_up(self._op, self._peer, start)
         group.watch.waiting = None
         result = self._finish()
@@ -109,9 +117,9 @@ class Group:
         watch: Watch | None = None,
     ):
         self.communicator, self.axis, self.timeout = communicator, axis, timeout
+        self.ledger = Ledger() if ledger is None else ledger
         self.watch = Watch() if watch is None else watch
         self._next_look = 0.0
-        self.ledger = Ledger() if ledger is None else ledger
         self.rank, self.size = communicator.rank, communicator.size
         self.where = f"rank {self.rank}" if where is None else where
         self.max_tag = int(communicator.Get_attr(MPI.TAG_UB) or 32767)  # at least, says MPI
@@ -160,6 +168,10 @@ class Group:
         op: "sum", "max" or "min". float16 is reduced in float32. Sends 2(p-1)/p of the array.
         Raises ValueError for an unknown op, TypeError for a dtype that MPI cannot reduce.
         """
+        return self.iallreduce(array, op, out).wait()
+
+    def iallreduce(self, array, op: str = "sum", out=None) -> Pending:
+        """Post the same; neither `array` nor `out` may be touched before `wait`."""
         out = _output(out, array.shape, array.dtype)
         dtype, mpi_op = _reduction(array.dtype, op)
         buffer = _host(out) if out.dtype == dtype else None
@@ -169,7 +181,8 @@ class Group:
             buffer[...] = _host(array)
         flat, start = buffer.reshape(-1), self.communicator.Iallreduce
         requests = [start(MPI.IN_PLACE, part, mpi_op) for part in _parts(flat)]
-        return self._collective("allreduce", buffer.nbytes, requests, lambda: _fill(out, buffer))
+        sent = ring_bytes("allreduce", buffer.nbytes, self.size)
+        return self._post("allreduce", sent, requests, lambda: _fill(out, buffer))
 
     def allgather(self, array, dim: int = 0, out=None):
         """Join the arrays of all ranks along `dim`, in rank order. Sends (p-1)/p of the result."""
@@ -254,7 +267,7 @@ class Group:
         raw = _raw(buffer)
         requests = [self.communicator.Ibcast(part, root) for part in _parts(raw)]
         sent = raw.size * (self.size - 1) if self.rank == root else 0
-        return self._wait("bcast", sent, requests, lambda: _fill(out, buffer))
+        return self._post("bcast", sent, requests, lambda: _fill(out, buffer)).wait()
 
     def allgather_json(self, value) -> list:
         """The small JSON-able `value` of every rank, in rank order, on every rank."""
@@ -324,11 +337,11 @@ class Group:
         return Pending(self, part_of or op, peer, _complete(requests), lambda: _fill(out, buffer))
 
     def _collective(self, op: str, array_bytes: int, requests: list, finish: Callable):
-        return self._wait(op, ring_bytes(op, array_bytes, self.size), requests, finish)
+        return self._post(op, ring_bytes(op, array_bytes, self.size), requests, finish).wait()
 
-    def _wait(self, op: str, sent: int, requests: list, finish: Callable):
+    def _post(self, op: str, sent: int, requests: list, finish: Callable) -> Pending:
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
-        return Pending(self, op, f"with its {self.size} ranks", _complete(requests), finish).wait()
+        return Pending(self, op, f"with its {self.size} ranks", _complete(requests), finish)
 
     def _blocks(self, op: str, array, dim: int) -> np.ndarray:
         """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""

@@ -35,7 +35,10 @@ class Ledger:
 
     def row(self, axis: str, op: str) -> Row:
         """The totals of `op` on `axis`, to read or to add to."""
-        return self._rows.setdefault((axis, op), Row())
+        row = self._rows.get((axis, op))
+        if row is None:
+            row = self._rows[axis, op] = Row()
+        return row
 
     def add(
         self, axis: str, op: str, *, calls: int = 0, bytes: int = 0, seconds: float = 0

@@ -34,11 +34,14 @@ def chunk_bounds(length: int, parts: int) -> list[int]:
     return [length * part // parts for part in range(parts + 1)]
 
 
-def reduce_scatter_steps(group: Group, flat, part_of: str = "reduce_scatter") -> Steps:
+def reduce_scatter_steps(
+    group: Group, flat, part_of: str = "reduce_scatter", tag: int = 0
+) -> Steps:
     """Sum `flat` over the ranks, in place: chunk r of rank r ends as the sum, the rest is spent.
 
     flat : contiguous 1-D array, the same length and dtype on every rank, at least float32 wide
-        where it is floating. part_of : the ledger's row for the messages.
+        where it is floating. part_of : the ledger's row for the messages. tag : of the messages,
+        a `group.next_tag()` where several algorithms are under way at once.
     """
     rank, size = group.rank, group.size
     bounds = chunk_bounds(flat.size, size)
@@ -47,33 +50,31 @@ def reduce_scatter_steps(group: Group, flat, part_of: str = "reduce_scatter") ->
     for step in range(size - 1):
         leaving = _chunk(flat, bounds, rank - step - 1)
         arriving = _chunk(flat, bounds, rank - step - 2)
-        received = group.irecv(scratch[: arriving.size], left, part_of=part_of)
-        sent = group.isend(leaving, right, part_of=part_of)
+        received = group.irecv(scratch[: arriving.size], left, tag, part_of=part_of)
+        sent = group.isend(leaving, right, tag, part_of=part_of)
         yield received, sent
         arriving += received.wait()
         sent.wait()
 
 
-def allgather_steps(group: Group, flat, part_of: str = "allgather") -> Steps:
+def allgather_steps(group: Group, flat, part_of: str = "allgather", tag: int = 0) -> Steps:
     """Fill `flat` on every rank, in place, from chunk r of rank r."""
     rank, size = group.rank, group.size
     bounds = chunk_bounds(flat.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         arriving = _chunk(flat, bounds, rank - step - 1)
-        received = group.irecv(arriving, left, part_of=part_of)
-        sent = group.isend(_chunk(flat, bounds, rank - step), right, part_of=part_of)
+        received = group.irecv(arriving, left, tag, part_of=part_of)
+        sent = group.isend(_chunk(flat, bounds, rank - step), right, tag, part_of=part_of)
         yield received, sent
         received.wait()
         sent.wait()
 
 
-def allreduce_steps(group: Group, array) -> Steps:
-    """Sum a C-contiguous array over the ranks, in place. All ranks of the group run it."""
-    flat = array.reshape(-1)
-    group.ledger.add(group.axis, "allreduce", calls=1)
-    yield from reduce_scatter_steps(group, flat, part_of="allreduce")
-    yield from allgather_steps(group, flat, part_of="allreduce")
+def allreduce_steps(group: Group, flat, tag: int = 0) -> Steps:
+    """Sum `flat` over the ranks, in place. All ranks of the group run it."""
+    yield from reduce_scatter_steps(group, flat, "allreduce", tag)
+    yield from allgather_steps(group, flat, "allreduce", tag)
 
 
 def run(steps: Steps) -> None:

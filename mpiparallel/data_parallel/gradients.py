@@ -6,17 +6,14 @@ bytes sent per rank, however large the batch. On a mesh with pp and tp a rank ho
 only its share of the model.
 """
 
-from mpiparallel.comm import ring
+from mpiparallel.comm.allreduce import allreduce
 from mpiparallel.comm.group import Group
 
 
-def average_gradients(gradients, dp: Group, algorithm: str = "ring") -> None:
+def average_gradients(gradients, dp: Group, algorithm: str = "auto") -> None:
     """Average a flat array over the dp axis, in place. All ranks of the axis call it.
 
-    algorithm : "ring" for the one written out in `comm/ring.py`, "mpi" for MPI's own Allreduce.
+    algorithm : of the sum, see `comm/allreduce.py`.
     """
-    if algorithm == "ring":
-        ring.run(ring.allreduce_steps(dp, gradients))
-    else:
-        dp.allreduce(gradients, out=gradients)
+    allreduce(dp, gradients, algorithm)
     gradients /= dp.size

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpiparallel.comm import ring
+from mpiparallel.comm.allreduce import allreduce
 from mpiparallel.comm.ledger import Ledger
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -13,14 +14,14 @@ pytestmark = pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("dtype", ["int64", "float32", "float64"])
 def test_ring_allreduce_sums_every_element(world, length, dtype):
     array = np.ones(length, dtype)
-    ring.run(ring.allreduce_steps(world, array))
+    allreduce(world, array, "ring")
     np.testing.assert_array_equal(array, world.size)
 
 
 def test_ring_allreduce_equals_a_sum_over_ranks(world):
     every = np.random.default_rng(0).standard_normal((world.size, 5, 7))
     mine = every[world.rank].copy()
-    ring.run(ring.allreduce_steps(world, mine))
+    allreduce(world, mine, "ring")
     np.testing.assert_allclose(mine, every.sum(0), rtol=1e-13, atol=1e-14)
     assert len(set(world.communicator.allgather(mine.tobytes()))) == 1
 
@@ -39,7 +40,7 @@ def test_ring_reduce_scatter_leaves_the_sum_of_chunk_r_on_rank_r(world):
 def test_ring_sends_two_p_minus_one_over_p_of_the_array(world):
     p = world.size
     world.ledger = Ledger()
-    ring.run(ring.allreduce_steps(world, np.zeros(6 * p, "float32")))
+    allreduce(world, np.zeros(6 * p, "float32"), "ring")
     [row] = world.ledger.rows()
     assert (row["op"], row["calls"], row["bytes"]) == ("allreduce", 1, 2 * (p - 1) * 24)
 
