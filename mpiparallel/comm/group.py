@@ -42,9 +42,9 @@ MAX_ELEMENTS = 2**31 - 1
 # Polls between two gifts of the processor: asking MPI takes a tenth of what a switch takes.
 POLLS = 16
 
-# Who yields again and again goes to the end of the queue; who has slept goes to its head. So after
-# YIELDING seconds in vain a wait sleeps for NAP seconds at a time.
-YIELDING, NAP = 100e-6, 20e-6
+# Who yields again and again goes to the end of the system's queue, who has slept goes to its head:
+# where ranks share cores, a wait that was in vain so far sleeps for so many seconds at a time.
+NAP = 20e-6
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _BOOL_OPS = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND}  # what NumPy's add, max, min do
@@ -82,7 +82,7 @@ class Pending:
             polls += 1
             if polls % POLLS == 0:
                 waited = time.perf_counter() - start
-                if waited < YIELDING:
+                if waited < group.nap_after:
                     yield_processor()
                 else:
                     time.sleep(NAP)
@@ -125,6 +125,7 @@ class Group:
         self.max_tag = int(communicator.Get_attr(MPI.TAG_UB) or 32767)  # at least, says MPI
         # A test switch: every send becomes an Ssend, which returns once its receive is posted.
         self.synchronous_sends = False
+        self.nap_after = 10e-3  # seconds for which a wait only yields; less where cores are shared
         self.layout: NodeLayout | None = None  # which ranks share a node, where the Mesh says so
         self._last_tag = 0
 

@@ -50,10 +50,12 @@ class NodeLayout:
 
 
 def _split(group: Group, color: int) -> Group:
-    return Group(
+    part = Group(
         group.communicator.Split(color, group.rank),
         group.axis,
         ledger=group.ledger,
         where=group.where,
         timeout=group.timeout,
     )
+    part.nap_after = group.nap_after
+    return part

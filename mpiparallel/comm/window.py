@@ -33,7 +33,7 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from mpiparallel.comm.group import Group, Pending, yield_processor
+from mpiparallel.comm.group import POLLS, Group, Pending, yield_processor
 from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two
@@ -69,7 +69,7 @@ class Window:
         self._slots = first, second
         self._others = [memoryview(count[:8]).cast("B").cast("q") for count in counts]
         self._count = self._others.pop(rank)
-        self._crowded = crowded
+        self._polls = 1 if crowded else POLLS
         self._barriers = self._turn = 0
         self._taken = self._served = 0  # all-reduces begun, and ended
         self._slots_as = lru_cache(maxsize=256)(self._view_slots)
@@ -112,10 +112,10 @@ class Window:
         self._taken += 1
         flat = array if array.ndim == 1 else array.reshape(-1)
         slots = self._fill_slot(flat)
-        for _ in range(TRIES):
+        for polls in range(1, TRIES):
             if self._all_came():
                 break
-            if self._crowded:
+            if polls % self._polls == 0:
                 yield_processor()
         else:
             run(self._wait_for("with its ranks", self._all_came))
