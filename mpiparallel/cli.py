@@ -179,7 +179,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     def run(mesh, settings, folder, manifest, prompt) -> None:
         from mpiparallel.checkpoint.load import load, verify
-        from mpiparallel.checkpoint.trainer_state import weight_pieces
+        from mpiparallel.checkpoint.trainer_state import model_pieces
         from mpiparallel.comm.agree import agree
         from mpiparallel.generate import generate
         from mpiparallel.model import GPT
@@ -190,7 +190,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         agree(mesh.world, partial(verify, folder, manifest, mesh.rank, mesh.size))
         model = GPT(manifest.config, mesh.tp, placement, mesh.pp.rank)
         model.allocate(settings.dtype)
-        agree(mesh.world, partial(load, folder, manifest, weight_pieces(model, mesh)))
+        agree(mesh.world, partial(load, folder, manifest, model_pieces(model)))
         drawn = generate(
             Executor(model, mesh.pp, settings.dtype),
             mesh,

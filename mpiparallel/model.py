@@ -13,7 +13,8 @@ different ranks both hold that table, and their gradients are summed (`pipeline/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mpiparallel.backend import xp
@@ -53,18 +54,20 @@ class Stage:
             )
             for layer in stage_layers(config.layers, stages)[stage]
         ]
-        layers: list[Any] = list(self.blocks)
+        self.layers: list[Any] = list(self.blocks)
         if self.is_first:
             assert table is not None
             self.embedding = VocabParallelEmbedding(table, config.sequence, tp, WEIGHT_STD)
-            layers.insert(0, self.embedding)
+            self.layers.insert(0, self.embedding)
         if self.is_last:
             assert table is not None
             self.norm = LayerNorm("final_norm", config.hidden, tp)
             self.logits = VocabParallelLogits(table, tp)
             self.loss = VocabParallelCrossEntropy(config.vocabulary, tp)
-            layers += [self.norm, self.logits]
-        self.parameters = [parameter for layer in layers for parameter in layer.parameters]
+            self.layers += [self.norm, self.logits]
+        # hold(layer) is entered while a layer's weights are in use: ZeRO's third stage has them
+        # only then.
+        self.hold: Callable[[Any], AbstractContextManager[None]] = lambda layer: nullcontext()
 
     def forward(self, x, labels=None):
         """x: tokens (B, S) on the first stage, else (B, S, H) -> y, saved.
@@ -73,18 +76,13 @@ class Stage:
         logits (B, S, V/t), for which there is no backward.
         """
         saved = []
-        if self.is_first:
-            x, kept = self.embedding.forward(x)
+        for layer in self.layers:
+            with self.hold(layer):
+                x, kept = layer.forward(x)
             saved.append(kept)
-        for block in self.blocks:
-            x, kept = block.forward(x)
+        if self.is_last and labels is not None:
+            x, kept = self.loss.forward(x, labels)
             saved.append(kept)
-        if self.is_last:
-            x, norm = self.norm.forward(x)
-            x, output = self.logits.forward(x)
-            if labels is not None:
-                x, loss = self.loss.forward(x, labels)
-                saved += [norm, output, loss]
         return x, saved
 
     def backward(self, dy, saved, later: Later = now):
@@ -94,13 +92,9 @@ class Stage:
         """
         if self.is_last:
             dy = self.loss.backward(dy, saved.pop())
-            dy = self.logits.backward(dy, saved.pop(), later)
-            dy = self.norm.backward(dy, saved.pop(), later)
-        for block in reversed(self.blocks):
-            dy = block.backward(dy, saved.pop(), later)
-        if self.is_first:
-            self.embedding.backward(dy, saved.pop(), later)
-            return None
+        for layer in reversed(self.layers):
+            with self.hold(layer):
+                dy = layer.backward(dy, saved.pop(), later)
         return dy
 
 
@@ -120,36 +114,22 @@ class GPT:
             for stage, owner in enumerate(placement)
             if owner == pp_rank
         }
+        self.layers = [layer for stage in self.stages.values() for layer in stage.layers]
         # A first and a last stage on one rank hold one and the same table.
-        unique = {p.name: p for stage in self.stages.values() for p in stage.parameters}
+        unique = {p.name: p for layer in self.layers for p in layer.parameters}
         self.parameters: list[Parameter] = list(unique.values())
         if table in self.parameters:
             table.holders = tuple(sorted({placement[0], placement[-1]}))
 
     def allocate(self, dtype) -> None:
-        """Allocate weights, zero, to be filled from a checkpoint. Gradients are not needed then."""
+        """Allocate weights, zero, to be filled from a checkpoint."""
         for parameter in self.parameters:
             parameter.data = xp.zeros(parameter.local_shape, dtype)
 
     def initialize(self, seed: int, dtype) -> None:
-        """Allocate weights and gradients: weights from (seed, name), gradients zero."""
+        """Allocate weights, drawn from (seed, name)."""
         for parameter in self.parameters:
             parameter.initialize(seed, dtype)
-        self.allocate_gradients(dtype)
-
-    def allocate_gradients(self, dtype) -> None:
-        """One flat array `gradients` holds all gradients; each parameter's is a view of it."""
-        self.gradients = xp.zeros(sum(p.data.size for p in self.parameters), dtype)
-        start = 0
-        for parameter in self.parameters:
-            end = start + parameter.data.size
-            parameter.grad = self.gradients[start:end].reshape(parameter.data.shape)
-            start = end
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for parameter in self.parameters:
-            parameter.zero_grad()
 
 
 def every_parameter(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from mpiparallel.backend import kernels, xp
-from mpiparallel.parameter import Parameter
 
 
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
     One count of steps for all parameters; decay applies where `Parameter.decays`. No message: a
-    rank updates the pieces that it holds, and all copies of a piece have the same gradient.
+    rank updates what it is given, whole pieces or shards of them.
+
+    parameters : anything with `data`, `grad` (C-contiguous, one shape) and `decays`.
     """
 
     def __init__(
         self,
-        parameters: list[Parameter],
+        parameters: Sequence[Any],
         *,
         beta1: float,
         beta2: float,
@@ -48,13 +51,6 @@ class AdamW:
                 step=self.steps,
                 gradient_scale=gradient_scale,
             )
-
-
-def local_square_sum(parameters: list[Parameter], pp_rank: int) -> float:
-    """This rank's part of the squared global norm: summed over pp and tp it counts every entry of
-    every gradient once, however many copies there are. In float64, no message."""
-    counted = (parameter for parameter in parameters if parameter.counts_on(pp_rank))
-    return math.fsum(kernels.square_sum(parameter.grad) for parameter in counted)
 
 
 def clip_scale(norm: float, limit: float) -> float:

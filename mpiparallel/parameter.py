@@ -15,13 +15,13 @@ A rank's piece of a cut dim of n = 6 in 3 sections at tp=2: rank 0 holds 0,2,4 a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpiparallel.backend import from_host, xp
+from mpiparallel.backend import from_host, kernels, xp
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Parameter:
     grad : its gradient, the shape and dtype of data. `add_grad` adds to it.
     holders : the pipeline ranks that hold it: more than one for tied embeddings, whose gradients
         are summed between the holders.
+    frozen : not trained: gradients are not kept, and no optimizer state is made for it.
+    on_gradient : called with it whenever a gradient has been added.
     """
 
     name: str
@@ -105,11 +107,13 @@ class Parameter:
     tp_rank: int
     tp_size: int
     holders: tuple[int, ...] = ()
+    frozen: bool = False
     data: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._grad_is_zero = True
+        self.on_gradient: Callable[[Parameter], None] = lambda parameter: None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -134,8 +138,12 @@ class Parameter:
         self.load(whole.astype(dtype))
 
     def load(self, whole: np.ndarray) -> None:
-        """Set `data` to this rank's piece of a global array."""
-        self.data = from_host(self.layout.shard(whole, self.tp_rank, self.tp_size))
+        """Set `data` to this rank's piece of a global array, in place where it is there already."""
+        piece = from_host(self.layout.shard(whole, self.tp_rank, self.tp_size))
+        if self.data is None:
+            self.data = piece
+        else:
+            self.data[...] = piece
 
     def counts_on(self, pp_rank: int) -> bool:
         """Whether this rank counts it in a sum over all parameters: one of its copies does."""
@@ -148,25 +156,33 @@ class Parameter:
 
     def add_grad(self, gradient) -> None:
         """grad += gradient."""
+        if self.frozen:
+            return
         if self._grad_is_zero:
             self.grad[...] = gradient
         else:
             self.grad += gradient
-        self._grad_is_zero = False
+        self._added()
 
     def add_grad_matmul(self, a, b) -> None:
         """grad += a @ b, without a temporary for the first micro-batch."""
+        if self.frozen:
+            return
         if self._grad_is_zero:
             xp.matmul(a, b, out=self.grad)
         else:
             self.grad += xp.matmul(a, b)
-        self._grad_is_zero = False
+        self._added()
 
     def add_grad_rows(self, rows, values) -> None:
         """grad[rows[i]] += values[i] for every i."""
-        from mpiparallel.backend import kernels
-
+        if self.frozen:
+            return
         if self._grad_is_zero:
             self.grad[...] = 0
         kernels.add_rows(self.grad, rows, values)
+        self._added()
+
+    def _added(self) -> None:
         self._grad_is_zero = False
+        self.on_gradient(self)

@@ -68,6 +68,16 @@ class Settings:
         kind=str,
         choices=("auto", "ring", "mpi"),
     )
+    zero: int = _setting(
+        0, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
+    )
+    bucket_mb: float = _setting(4.0, "MiB of gradients per message", kind=float, low=0)
+    overlap: str = _setting(
+        "on", "send gradients while backward goes on", kind=str, choices=("on", "off")
+    )
+    freeze: str = _setting(
+        "", "beginnings of names of parameters that are not trained, comma-separated", kind=str
+    )
     dtype: str = _setting(
         "float32", "of weights and work", kind=str, choices=("float32", "float64")
     )

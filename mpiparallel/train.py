@@ -1,7 +1,8 @@
 """Training: read this file from top to bottom and you have seen a step of hybrid parallelism.
 
     forward, backward    pp: Isend/Irecv between stages    tp: all-reduces inside every layer
-    average gradients    dp: one all-reduce of this rank's share of the parameters
+    average gradients    dp: all-reduces of this rank's share of the parameters, in buckets, that
+                         start while backward goes on
     sum tied gradients   pp: first and last stage exchange the token table's gradient
     loss and norm        world: one all-reduce of two numbers
     clip, AdamW          no message
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +30,13 @@ from mpiparallel.checkpoint.save import save
 from mpiparallel.checkpoint.trainer_state import moment_pieces, weight_pieces
 from mpiparallel.comm.agree import agree
 from mpiparallel.data import Batch, Corpus, Tokenizer
-from mpiparallel.data_parallel.gradients import average_gradients
+from mpiparallel.data_parallel.zero import DataParallel
 from mpiparallel.errors import RunError
 from mpiparallel.generate import generate
 from mpiparallel.mesh import Coordinates, Mesh
 from mpiparallel.model import GPT
 from mpiparallel.model_config import ModelConfig
-from mpiparallel.optimizer import AdamW, clip_scale, learning_rate, local_square_sum
+from mpiparallel.optimizer import AdamW, clip_scale, learning_rate
 from mpiparallel.parameter import Parameter
 from mpiparallel.pipeline import schedules
 from mpiparallel.pipeline.executor import Executor, MicroBatch, Outcome
@@ -81,9 +84,21 @@ class Trainer:
         self.operations = derive_messages(self.schedule)[mesh.pp.rank]
         self.model = GPT(config, mesh.tp, self.placement, mesh.pp.rank)
         self.model.initialize(settings.seed, settings.dtype)
+        frozen = tuple(filter(None, settings.freeze.split(",")))
+        for parameter in self.model.parameters:
+            parameter.frozen = bool(frozen) and parameter.name.startswith(frozen)
+        self.data_parallel = DataParallel(
+            self.model,
+            mesh.dp,
+            stage=settings.zero,
+            algorithm=settings.allreduce,
+            bucket_bytes=settings.bucket_mb * 2**20,
+            overlap=settings.overlap == "on",
+        )
         self.executor = Executor(self.model, mesh.pp, settings.dtype)
+        self.executor.between = self.data_parallel.advance
         self.optimizer = AdamW(
-            self.model.parameters,
+            self.data_parallel.shards(),
             beta1=settings.beta1,
             beta2=settings.beta2,
             weight_decay=settings.weight_decay,
@@ -99,23 +114,24 @@ class Trainer:
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise self._diverged(batch, result)
         self.optimizer.step(lr, clip_scale(result.grad_norm, self.settings.clip))
+        self.data_parallel.publish_weights()
         return result
 
     def gradients(self, batch: Batch) -> StepResult:
-        """The global loss and, in `Parameter.grad`, the gradients that the optimizer sees."""
-        mesh, model = self.mesh, self.model
-        model.zero_grad()
+        """The global loss, and the gradients that the optimizer sees, in this rank's shards."""
+        mesh, state = self.mesh, self.data_parallel
+        state.start_step(self.schedule.micro_batches)
         shard = batch.shard(mesh.dp.rank, mesh.dp.size)
         # Averaging over replicas divides by dp; the loss is to be divided by all valid tokens.
         scale = mesh.dp.size / max(1, batch.valid)
         outcome = self.executor.run(self.operations, self._micro_batches(shard), scale)
 
-        average_gradients(model.gradients, mesh.dp, self.settings.allreduce)
-        sum_tied_gradients(model.parameters, mesh.pp)
+        state.finish_gradients()
+        sum_tied_gradients(state.tied_gradients(), mesh.pp)
 
         # Each loss and each gradient is counted by one rank: the sum is the global one.
         loss = _sum_losses(outcome) if mesh.tp.rank == 0 else 0.0
-        squares = local_square_sum(model.parameters, mesh.pp.rank) if mesh.dp.rank == 0 else 0.0
+        squares = state.square_sum(mesh.pp.rank)
         asked = float(self.stop.name != "")
         loss, squares, asked = mesh.world.allreduce(np.array([loss, squares, asked]))
         norm = math.sqrt(squares) if squares >= 0 else math.nan
@@ -153,18 +169,23 @@ class Trainer:
     def save(self, tokenizer: Tokenizer, step: int) -> Path:
         """Write the checkpoint of a step; the folder. Every rank calls. Raises RunError."""
         folder = step_folder(Path(self.settings.out), step)
-        model, mesh = self.model, self.mesh
+        state, mesh = self.data_parallel, self.mesh
         with mesh.ledger.aside():
             save(
                 folder,
-                [*weight_pieces(model, mesh), *moment_pieces(model, self.optimizer, mesh)],
+                [*weight_pieces(state, mesh), *moment_pieces(state, self.optimizer, mesh)],
                 mesh.world,
                 keep=self.settings.keep,
                 step=step,
                 seed=self.settings.seed,
                 optimizer_steps=self.optimizer.steps,
-                mesh={"dp": mesh.dp.size, "pp": mesh.pp.size, "tp": mesh.tp.size},
-                config=model.config,
+                mesh={
+                    "dp": mesh.dp.size,
+                    "pp": mesh.pp.size,
+                    "tp": mesh.tp.size,
+                    "zero": state.stage,
+                },
+                config=self.model.config,
                 tokenizer=tokenizer,
             )
         return folder
@@ -172,30 +193,34 @@ class Trainer:
     def resume(self, folder: Path, manifest: Manifest) -> None:
         """Take weights, moments and step count from a checkpoint of any mesh. Every rank calls.
         Raises UserError on every rank where any of it cannot be used."""
-        model, mesh = self.model, self.mesh
+        state, mesh = self.data_parallel, self.mesh
         with mesh.ledger.aside():
             agree(mesh.world, partial(verify, folder, manifest, mesh.rank, mesh.size))
-            pieces = list(weight_pieces(model, mesh))
+            pieces = list(weight_pieces(state, mesh))
             if manifest.optimizer_steps:
-                pieces += moment_pieces(model, self.optimizer, mesh)
+                pieces += moment_pieces(state, self.optimizer, mesh)
             agree(mesh.world, partial(load, folder, manifest, pieces))
+            state.publish_weights()
         self.optimizer.steps = manifest.optimizer_steps
 
     def _diverged(self, batch: Batch, result: StepResult) -> RunError:
         """What to say of a step whose loss or norm is not finite: the first rank that holds a bad
         weight, and otherwise the first whose own gradients, before the average, are bad.
 
-        Backward runs from the last parameter to the first, so the last bad gradient came first.
+        Buckets stand in the order of backward, so the first bad gradient in them came first.
         """
-        mesh = self.mesh
-        found = _last_bad(self.model.parameters, "data")
+        mesh, state = self.mesh, self.data_parallel
+        found = _first_bad((s.parameter, s.data) for s in state.shards())
+        found = found and f"{found}, its weight"
         if not any(mesh.world.allgather_json(found)):
-            self.model.zero_grad()
+            state.start_step(self.schedule.micro_batches)
+            state.overlap = False  # the gradients are looked at before they are summed
             shard = batch.shard(mesh.dp.rank, mesh.dp.size)
             self.executor.run(
                 self.operations, self._micro_batches(shard), mesh.dp.size / max(1, batch.valid)
             )
-            found = _last_bad(self.model.parameters, "grad")
+            found = _first_bad((p, p.grad) for bucket in state.buckets for p in bucket.parameters)
+            found = found and f"{found}, its gradient"
         where = [
             f"rank {rank} ({Coordinates.of(rank, mesh.pp.size, mesh.tp.size)}), {name}"
             for rank, name in enumerate(mesh.world.allgather_json(found))
@@ -222,11 +247,11 @@ class Trainer:
         ]
 
 
-def _last_bad(parameters: list[Parameter], what: str) -> str:
-    """The last parameter whose weight or gradient has a NaN or an infinity; "" for none."""
-    for parameter in reversed(parameters):
-        if not bool(xp.isfinite(getattr(parameter, what)).all()):
-            return f"{parameter.name}, its {'weight' if what == 'data' else 'gradient'}"
+def _first_bad(arrays: Iterable[tuple[Parameter, Any]]) -> str:
+    """The name of the first parameter whose array has a NaN or an infinity; "" for none."""
+    for parameter, array in arrays:
+        if not bool(xp.isfinite(array).all()):
+            return parameter.name
     return ""
 
 
@@ -280,6 +305,6 @@ def train(
             if result.stop and not last:
                 log.stopped(done)
                 return
-        log.finish(trainer.model, trainer.optimizer, trainer.schedule)
+        log.finish(trainer)
         if settings.sample:
             log.sample(trainer.sample(tokenizer, settings.sample))

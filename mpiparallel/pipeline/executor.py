@@ -67,6 +67,7 @@ class Executor:
 
     def __init__(self, model: Any, pp: Group, dtype):
         self.model, self.pp, self.dtype = model, pp, dtype
+        self.between: Callable[[], None] = lambda: None  # called after every action
 
     def run(self, operations, micro_batches: list[MicroBatch], loss_scale: float = 1.0) -> Outcome:
         """Run this rank's operations over the micro-batches, the same on every pipeline rank.
@@ -104,6 +105,7 @@ class Executor:
                     start = time.perf_counter()
                     self._act(entry)
                     self.outcome.spans.append((entry, start, time.perf_counter()))
+                    self.between()
         self.pp.watch.action = None
         for pending in sending:
             pending.wait()

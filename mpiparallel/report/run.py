@@ -18,7 +18,6 @@ from mpiparallel.bench.matmul import matmul_peak
 from mpiparallel.comm.ledger import Ledger
 from mpiparallel.errors import UserError
 from mpiparallel.mesh import Mesh
-from mpiparallel.model import GPT
 from mpiparallel.model_config import ModelConfig
 from mpiparallel.pipeline.simulate import simulate
 from mpiparallel.settings import Settings
@@ -111,18 +110,19 @@ class RunLog:
             f"python -m mpiparallel train --config {out}/config.toml --resume {out}"
         )
 
-    def finish(self, model: GPT, optimizer, schedule) -> None:
-        """Write summary.json. Every rank calls."""
+    def finish(self, trainer) -> None:
+        """Write summary.json of a Trainer's run. Every rank calls."""
+        optimizer, state = trainer.optimizer, trainer.data_parallel
         mesh, s = self.mesh, self.settings
         mine: dict[str, Any] = {
             "ledger": mesh.ledger.rows(),
             "busy": self.busy,
             "cost": self.cost,
             "memory": {
-                "parameters": sum(p.data.nbytes for p in model.parameters),
-                "gradients": model.gradients.nbytes,
+                **state.bytes_held(),
                 "optimizer": sum(a.nbytes for a in optimizer.first + optimizer.second),
             },
+            "communication": {"exposed": state.exposed, "hidden": state.hidden},
         }
         every = mesh.world.allgather_json(mine)
         if mesh.rank != 0:
@@ -143,9 +143,13 @@ class RunLog:
             "matmul_flops_per_second": self.peak,
             "ledger": Ledger.merge([rank["ledger"] for rank in every]),
             "memory": {kind: [rank["memory"][kind] for rank in every] for kind in mine["memory"]},
+            "gradient_communication_seconds": {
+                kind: [rank["communication"][kind] for rank in every]
+                for kind in mine["communication"]
+            },
             "bubble": {
                 "measured": (cost - work) / cost,
-                "predicted": float(simulate(schedule).bubble),
+                "predicted": float(simulate(trainer.schedule).bubble),
             },
         }
         (Path(s.out) / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -2,14 +2,18 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
 from mpiparallel import settings as settings_module
+from mpiparallel.checkpoint.boxes import Box
+from mpiparallel.checkpoint.trainer_state import moment_pieces, weight_pieces
 from mpiparallel.data import Batch
 from mpiparallel.layers.loss import IGNORE
-from mpiparallel.mesh import Coordinates, Mesh
-from mpiparallel.model import every_parameter
+from mpiparallel.mesh import Mesh
+from mpiparallel.parameter import Parameter
 from mpiparallel.settings import Settings
 from mpiparallel.train import Trainer
 
@@ -35,10 +39,14 @@ def trainer(dp, pp, tp, **changes):
     settings = dataclasses.replace(SMALL, dp=dp, pp=pp, tp=tp, **changes)
     settings = settings_module.check(settings, dp * pp * tp)
     with Mesh(dp, pp, tp, timeout=settings.timeout) as mesh:
-        made = Trainer(settings, settings.model_config(VOCABULARY), mesh)
-        for parameter in made.model.parameters:
-            parameter.load(weight(parameter.name, parameter.shape).astype(settings.dtype))
+        with mock.patch.object(Parameter, "initialize", load_weight):
+            made = Trainer(settings, settings.model_config(VOCABULARY), mesh)
         yield made
+
+
+def load_weight(parameter, _seed, dtype):
+    """In the place of drawing small weights from the seed."""
+    parameter.load(weight(parameter.name, parameter.shape).astype(dtype))
 
 
 def weight(name, shape):
@@ -58,37 +66,33 @@ def batch(step, size=SMALL.global_batch, sequence=SMALL.seq_len):
     return Batch(tokens, labels, int((labels != IGNORE).sum()))
 
 
-def gather(model, mesh, placement, what="data"):
-    """The global arrays by name on rank 0; an empty dict elsewhere. Every rank calls.
+def gather(made, what="weights"):
+    """The global arrays by name on rank 0, None elsewhere: of what every rank owns.
 
-    what : "data" for weights, "grad" for gradients. The pieces of the first replica are sent to
-    rank 0 one parameter at a time, over the world.
+    what : "weights", "gradients" (averaged, as the optimizer sees them), or "moments".
     """
-    whole = {}
-    mine = {parameter.name: parameter for parameter in model.parameters}
-    for parameter in every_parameter(model.config, mesh.tp, placement):
-        holder = min(parameter.holders)
-        sends = mesh.coordinates.dp == 0 and mesh.coordinates.pp == holder and mesh.rank != 0
-        if sends:
-            mesh.world.send(getattr(mine[parameter.name], what), 0)
-        if mesh.rank != 0:
-            continue
-        pieces = []
-        for tp_rank in range(mesh.tp.size):
-            source = Coordinates(0, holder, tp_rank).rank(mesh.pp.size, mesh.tp.size)
-            if source == 0:
-                pieces.append(getattr(mine[parameter.name], what))
-            else:
-                piece = np.empty(parameter.local_shape, model.gradients.dtype)
-                pieces.append(mesh.world.recv(piece, source))
-        whole[parameter.name] = parameter.layout.join(pieces, parameter.shape)
+    state, mesh = made.data_parallel, made.mesh
+    if what == "weights":
+        pieces = weight_pieces(state, mesh)
+    elif what == "moments":
+        pieces = moment_pieces(state, made.optimizer, mesh)
+    else:
+        # The same shards, with their gradients in the place of Adam's moments.
+        first = [shard.grad for shard in state.shards()]
+        stand_in = SimpleNamespace(first=first, second=first)
+        pieces = (p for p in moment_pieces(state, stand_in, mesh) if p.name.endswith("/first"))
+    mine = [(p.name.removesuffix("/first" * (what == "gradients")), p) for p in pieces if p.owned]
+    packed = [(name, p.shape, p.box, np.array(p.array)) for name, p in mine]
+    every = mesh.world.communicator.gather(packed)
+    if every is None:
+        return None
+    whole, filled = {}, {}
+    for name, shape, box, array in (piece for rank in every for piece in rank):
+        target = whole.setdefault(name, np.full(shape, np.nan))
+        target[box.within(Box((0,) * len(shape), shape))] = array
+        filled[name] = filled.get(name, 0) + box.size
+    assert all(filled[name] == whole[name].size for name in whole), "each element owned once"
     return whole
-
-
-def gathered(made, what="data"):
-    """The global arrays by name on rank 0, None elsewhere."""
-    whole = gather(made.model, made.mesh, made.placement, what)
-    return whole if made.mesh.rank == 0 else None
 
 
 def serial_weights(config):

@@ -31,17 +31,7 @@ def shared_path(tmp_path):
 
 def state(made):
     """Weights and both moments by global name on rank 0, and the step count."""
-    whole = {"data": gather(made.model, made.mesh, made.placement)}
-    for name in ("first", "second"):
-        kept = [parameter.grad for parameter in made.model.parameters]
-        for parameter, moment in zip(
-            made.model.parameters, getattr(made.optimizer, name), strict=True
-        ):
-            parameter.grad = moment
-        whole[name] = gather(made.model, made.mesh, made.placement, "grad")
-        for parameter, grad in zip(made.model.parameters, kept, strict=True):
-            parameter.grad = grad
-    return whole, made.optimizer.steps
+    return {what: gather(made, what) or {} for what in ("weights", "moments")}, made.optimizer.steps
 
 
 def assert_same_bits(one, other):
@@ -195,7 +185,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_first_bad_param
                     parameter.grad[0, 0] = np.inf
 
                 parameter.add_grad_matmul = poisoned
-        before = [parameter.data.tobytes() for parameter in made.model.parameters]
+        before = [shard.data.tobytes() for shard in made.data_parallel.shards()]
         with pytest.raises(RunError) as caught:
             made.step(batch(1), 1e-2)
         name = WORLD.bcast(name, root=culprit)
@@ -203,7 +193,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_first_bad_param
         assert message.startswith("step 2: loss ")
         assert f"first seen on rank {culprit} (" in message
         assert f"{name}, its {what}" in message
-        assert before == [parameter.data.tobytes() for parameter in made.model.parameters]
+        assert before == [shard.data.tobytes() for shard in made.data_parallel.shards()]
         assert made.optimizer.steps == 1
     assert len(set(WORLD.allgather(message))) == 1
 
@@ -214,7 +204,8 @@ def test_the_manifest_says_what_is_where(shared_path):
     values = json.loads((folder / "manifest.json").read_text())
     assert values["format"] == 1
     assert values["model"]["hidden"] == SMALL.hidden
-    assert values["mesh"] == dict(zip(("dp", "pp", "tp"), factorings()[0], strict=True))
+    sizes = dict(zip(("dp", "pp", "tp"), factorings()[0], strict=True))
+    assert values["mesh"] == sizes | {"zero": 0}
     weight = values["arrays"]["blocks.0.mlp.up.weight"]
     assert weight["shape"] == [SMALL.hidden, SMALL.feed_forward]
     assert weight["dtype"] == "float64"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import WORLD, factorings
-from small import SMALL, assert_same, batch, gather, gathered, serial_weights, trainer
+from small import SMALL, assert_same, batch, gather, serial_weights, trainer
 
 from mpiparallel.mesh import Mesh
 from mpiparallel.model import GPT
@@ -53,7 +53,7 @@ def test_every_schedule_gives_the_serial_gradients(name, mesh, micro_batches):
         for synchronous in (False, True):
             made.mesh.pp.synchronous_sends = synchronous
             losses.append(made.gradients(batch(0)).loss)
-            gradients.append(gathered(made, "grad"))
+            gradients.append(gather(made, "gradients"))
     assert losses[0] == losses[1], "how messages are sent does not change a bit"
     if gradients[0] is not None:
         loss, expected = serial(layers)
@@ -67,6 +67,7 @@ def test_the_pipeline_sends_one_activation_and_one_gradient_per_boundary_and_mic
     pp = WORLD.size
     with trainer(1, pp, 1, layers=pp, micro_batches=4) as made:
         made.mesh.ledger._rows.clear()
+        made.data_parallel.start_step(4)
         made.executor.run(made.operations, made._micro_batches(batch(0)))
         sent = WORLD.allreduce(made.mesh.ledger.row("pp", "isend").bytes)
         ops = {op for axis, op in made.mesh.ledger._rows if axis == "pp"}
@@ -100,6 +101,8 @@ def test_weight_gradients_that_wait_hold_inputs_and_output_gradients_only():
     with Mesh(1, WORLD.size, 1) as mesh:
         model = GPT(config, mesh.tp, (0,), 0)
         model.initialize(0, "float64")
+        for parameter in model.parameters:
+            parameter.grad = np.zeros_like(parameter.data)
         executor = Executor(model, mesh.pp, "float64")
         tokens = np.zeros((2, 6), np.int32)
         executor.run([Action("F", 0, 0)], [MicroBatch(tokens, tokens)])
@@ -133,6 +136,6 @@ def test_weight_gradients_that_wait_hold_inputs_and_output_gradients_only():
 def test_gathering_knows_every_stage_of_a_rank(name):
     pp = WORLD.size
     with trainer(1, pp, 1, schedule=name, layers=2 * pp) as made:
-        whole = gather(made.model, made.mesh, made.placement)
+        whole = gather(made)
     if made.mesh.rank == 0:
         assert_same(whole, serial_weights(made.model.config), 0)

@@ -4,19 +4,20 @@ The serial equality of test_meshes.py would catch most of them; these say which 
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import WORLD, factorings
-from small import batch, gathered, trainer
+from small import batch, gather, trainer
 
 from mpiparallel.comm.group import Group
 from mpiparallel.data import Corpus
-from mpiparallel.data_parallel.gradients import average_gradients
+from mpiparallel.data_parallel.zero import DataParallel
 from mpiparallel.mesh import Mesh
 from mpiparallel.model import GPT
 from mpiparallel.model_config import ModelConfig
-from mpiparallel.optimizer import AdamW, clip_scale, local_square_sum
+from mpiparallel.optimizer import AdamW, clip_scale
 from mpiparallel.parameter import Layout, Parameter
 from mpiparallel.pipeline.executor import Executor
 from mpiparallel.pipeline.messages import Message
@@ -36,10 +37,23 @@ def parameter(name, gradient, layout=None, holders=(), tp=None):
     return made
 
 
-def global_norm(mesh, parameters):
+def state_of(parameters, dp, stage=0, **more):
+    """A DataParallel over bare parameters, with the gradients they have as the averaged ones."""
+    layer = SimpleNamespace(parameters=parameters)
+    model = SimpleNamespace(layers=[layer], parameters=parameters, stages={})
+    more = dict(algorithm="ring", bucket_bytes=0, overlap=True) | more
+    gradients = [made.grad.copy() for made in parameters]
+    state = DataParallel(model, dp, stage=stage, **more)
+    state.start_step(1)
+    for made, gradient in zip(reversed(parameters), reversed(gradients), strict=True):
+        made.add_grad(gradient)
+    state.finish_gradients()
+    return state
+
+
+def global_norm(mesh, state):
     """The norm as the Trainer puts it together."""
-    squares = local_square_sum(parameters, mesh.pp.rank) if mesh.dp.rank == 0 else 0.0
-    return math.sqrt(mesh.world.allreduce(np.array([squares]))[0])
+    return math.sqrt(mesh.world.allreduce(np.array([state.square_sum(mesh.pp.rank)]))[0])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -47,14 +61,15 @@ def test_a_parameter_replicated_over_tp_is_counted_once_in_the_norm():
     with Mesh(WORLD.size // 2, 1, 2) as mesh:
         shard = parameter("cut", [3.0, 4.0][mesh.tp.rank], Layout(0), tp=mesh.tp)
         replicated = parameter("whole", 12.0, tp=mesh.tp)
-        assert global_norm(mesh, [shard, replicated]) == pytest.approx(13.0)
+        state = state_of([shard, replicated], mesh.dp)
+        assert global_norm(mesh, state) == pytest.approx(13.0)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_the_norm_is_global_over_stages_and_clips_all_alike():
     with Mesh(WORLD.size // 2, 2, 1) as mesh:
         gradient = [3.0, 4.0][mesh.pp.rank]
-        norm = global_norm(mesh, [parameter(f"stage{mesh.pp.rank}", gradient)])
+        norm = global_norm(mesh, state_of([parameter(f"stage{mesh.pp.rank}", gradient)], mesh.dp))
         assert norm == pytest.approx(5.0)
         assert gradient * clip_scale(norm, 1.0) == pytest.approx([0.6, 0.8][mesh.pp.rank])
 
@@ -66,10 +81,11 @@ def test_tied_gradients_are_summed_over_first_and_last_stage_and_counted_once(pp
         here = mesh.pp.rank in holders
         value = 3.0 if mesh.pp.rank == 0 else 4.0
         mine = [parameter("tied", value, holders=holders)] if here else []
-        sum_tied_gradients(mine, mesh.pp)
+        state = state_of(mine, mesh.dp)
+        sum_tied_gradients(state.tied_gradients(), mesh.pp)
         right = 3.0 if pp == 1 else 7.0
-        assert all(tied.grad[0] == right for tied in mine)
-        assert global_norm(mesh, mine) == pytest.approx(right)
+        assert all(shard.grad[0] == right for shard in state.shards())
+        assert global_norm(mesh, state) == pytest.approx(right)
         ops = {row["op"] for row in mesh.ledger.rows() if row["axis"] == "pp"}
         assert ops <= {"isend", "irecv"}, "point to point only"
 
@@ -80,7 +96,7 @@ def test_three_holders_of_a_tied_parameter_get_the_same_bits():
         generator = np.random.default_rng(mesh.pp.rank)
         mine = [parameter("tied", generator.standard_normal(9), holders=(0, 1, 2))]
         mine = mine if mesh.pp.rank < 3 else []
-        sum_tied_gradients(mine, mesh.pp)
+        sum_tied_gradients([(tied, tied.grad) for tied in mine], mesh.pp)
         right = sum(np.random.default_rng(rank).standard_normal(9) for rank in range(3))
         results = WORLD.allgather(mine[0].grad.tobytes() if mine else None)
         assert len(set(results[:3])) == 1
@@ -88,15 +104,33 @@ def test_three_holders_of_a_tied_parameter_get_the_same_bits():
             np.testing.assert_allclose(tied.grad, right, rtol=1e-14)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "mpi"])
-def test_accumulated_gradients_are_averaged_once_two_steps_in_a_row(world, algorithm):
-    weight = parameter("weight", 0.0)
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "mpi"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_accumulated_gradients_are_averaged_once_two_steps_in_a_row(
+    world, algorithm, stage, overlap
+):
+    weight = parameter("weight", [0.0] * world.size)
+    state = state_of([weight], world, stage, algorithm=algorithm, overlap=overlap)
     for _ in range(2):
-        weight.zero_grad()
+        state.start_step(micro_batches=3)
         for micro_batch in (1.0, 2.0, 3.0):
-            weight.add_grad(np.array([micro_batch]))
-        average_gradients(weight.grad, world, algorithm)
-        assert weight.grad[0] == 6.0
+            weight.add_grad(np.full(world.size, micro_batch))
+        state.finish_gradients()
+        [shard] = state.shards()
+        np.testing.assert_array_equal(shard.grad, 6.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_norm_of_a_sharded_gradient_counts_what_a_rank_owns():
+    # Ranks 0 and 1 own [3] and [4] of a gradient whose other part is garbage on each.
+    with Mesh(2, WORLD.size // 2, 1) as mesh:
+        weight = parameter("weight", [0.0, 0.0])
+        state = state_of([weight], mesh.dp, stage=1)
+        state.gradient_shards[state.buckets[0]][...] = [3.0, 4.0][mesh.dp.rank]
+        state.buckets[0].gradients[1 - mesh.dp.rank] = 1e9
+        squares = mesh.dp.allreduce(np.array([state.square_sum(0)]))
+        assert squares[0] == 25.0
 
 
 def test_accumulation_divides_by_nothing_of_its_own():
@@ -118,13 +152,13 @@ def test_the_loss_is_the_sum_over_valid_tokens_by_their_global_count(mesh):
     changes = dict(layers=max(3, mesh[1]), global_batch=2, micro_batches=1)
     with trainer(*mesh, **changes) as made:
         whole = made.gradients(tokens_and_labels)
-        gradients = gathered(made, "grad")
+        gradients = gather(made, "gradients")
         parts = []
         for row in range(2):
             alone = batch(0, size=2)
             alone.labels = np.where(np.arange(2)[:, None] == row, labels, -100)
             alone.valid = 4
-            parts.append((made.gradients(alone).loss, gathered(made, "grad")))
+            parts.append((made.gradients(alone).loss, gather(made, "gradients")))
     assert whole.loss == pytest.approx(parts[0][0] + parts[1][0], rel=1e-12)
     if gradients is not None:
         for name, gradient in gradients.items():

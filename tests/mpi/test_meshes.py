@@ -4,16 +4,20 @@ The serial answer is tests/reference.py: one process, float64, gradients from au
 ignored unevenly over the batch, so that a mean taken locally somewhere would show.
 """
 
+import dataclasses
 import zlib
 
 import numpy as np
 import pytest
 import reference
-from conftest import factorings
-from small import SMALL, assert_same, batch, gathered, serial_weights, trainer
+from conftest import WORLD, factorings
+from small import SMALL, VOCABULARY, assert_same, batch, gather, serial_weights, trainer
 
+from mpiparallel import settings as settings_module
 from mpiparallel.data import Corpus
+from mpiparallel.mesh import Mesh
 from mpiparallel.optimizer import learning_rate
+from mpiparallel.train import Trainer
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -43,7 +47,7 @@ def test_gradients_equal_the_serial_ones(mesh, micro_batches, allreduce):
     with trainer(*mesh, **changes) as made:
         first = batch(0)
         result = made.gradients(first)
-        gradients = gathered(made, "grad")
+        gradients = gather(made, "gradients")
         losses = made.mesh.world.communicator.allgather((result.loss, result.grad_norm))
     assert len(set(losses)) == 1, "every rank knows the loss and the norm, bit for bit"
     if gradients is not None:
@@ -62,7 +66,7 @@ def test_three_adamw_steps_equal_the_serial_ones(mesh):
     rates = [learning_rate(k, lr=1e-2, min_lr=1e-3, warmup=2, steps=3) for k in range(3)]
     with trainer(*mesh, layers=layers_for(mesh[1]), micro_batches=micro_batches) as made:
         results = [made.step(batch(k), rates[k]) for k in range(3)]
-        weights = gathered(made)
+        weights = gather(made)
     if weights is not None:
         expected = serial_weights(made.model.config)
         history = reference.train_steps(
@@ -86,12 +90,15 @@ def test_three_adamw_steps_equal_the_serial_ones(mesh):
 
 @pytest.mark.parametrize("mesh", factorings())
 def test_initial_weights_are_the_same_bits_on_every_mesh(mesh):
-    with trainer(*mesh, layers=layers_for(mesh[1])) as made:
-        made.model.initialize(SMALL.seed, "float32")
-        whole = gathered(made)
+    changes = dict(layers=layers_for(mesh[1]), dtype="float32")
+    settings = dataclasses.replace(SMALL, dp=mesh[0], pp=mesh[1], tp=mesh[2], **changes)
+    settings = settings_module.check(settings, WORLD.size)
+    with Mesh(*mesh) as made_mesh:
+        made = Trainer(settings, settings.model_config(VOCABULARY), made_mesh)
+        whole = gather(made)
     if whole is not None:
         residual_std = 0.02 / np.sqrt(2 * made.model.config.layers)
-        for parameter in whole:
+        for parameter in whole:  # float32 in float64 arrays
             generator = np.random.default_rng([SMALL.seed, zlib.crc32(parameter.encode())])
             drawn = generator.standard_normal(whole[parameter].shape)
             if parameter.endswith("norm.weight"):
