@@ -208,6 +208,7 @@ def test_auto_goes_by_size_and_nodes():
     for node_of, algorithm in expected:
         group = make_group(p, node_of)
         assert choose(group, 10**6) == algorithm, node_of
+        assert choose(group, 10**8) == ("ring" if algorithm == "window" else algorithm)
         assert choose(group, 8) == ("window" if algorithm == "window" else "mpi")
         group.free()
 
