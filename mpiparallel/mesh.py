@@ -25,7 +25,6 @@ from mpiparallel.comm.watch import Watch
 from mpiparallel.errors import UserError
 
 AXES = ("dp", "pp", "tp")
-NAP_AFTER_WHERE_CROWDED = 100e-6  # seconds that a rank waits awake, where ranks share cores
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -115,12 +114,11 @@ class Mesh:
         neighbours = [rank for rank, node in enumerate(self.node_of) if node == self.node]
         self.node_cores = len(set().union(*(every_core[rank] for rank in neighbours)))
         self.node_ranks = len(neighbours)
-        crowded = self.node_ranks > self.node_cores
-        for axis in (*AXES, "world") if crowded else ():
-            self.group(axis).nap_after = NAP_AFTER_WHERE_CROWDED
+        for axis in (*AXES, "world"):
+            self.group(axis).crowded = self.node_ranks > self.node_cores
         replicas = (Coordinates(replica, here.pp, here.tp).rank(pp, tp) for replica in range(dp))
         nodes = [self.node_of[rank] for rank in replicas]
-        self.dp.layout = NodeLayout(self.dp, nodes, crowded=crowded)
+        self.dp.layout = NodeLayout(self.dp, nodes)
 
     @property
     def rank(self) -> int:

@@ -43,8 +43,8 @@ MAX_ELEMENTS = 2**31 - 1
 POLLS = 16
 
 # Who yields again and again goes to the end of the system's queue, who has slept goes to its head:
-# where ranks share cores, a wait that was in vain so far sleeps for so many seconds at a time.
-NAP = 20e-6
+# where ranks share cores, a wait sleeps for NAP seconds at a time once it was long in vain.
+NAP, NAP_AFTER, NAP_AFTER_IF_CROWDED = 20e-6, 10e-3, 100e-6
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _BOOL_OPS = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND}  # what NumPy's add, max, min do
@@ -78,11 +78,12 @@ class Pending:
         Raises CommunicationTimeout when the group's timeout (seconds) passes first.
         """
         group, start, polls = self._group, time.perf_counter(), 0
+        nap_after = NAP_AFTER_IF_CROWDED if group.crowded else NAP_AFTER
         while not self.test():
             polls += 1
             if polls % POLLS == 0:
                 waited = time.perf_counter() - start
-                if waited < group.nap_after:
+                if waited < nap_after:
                     yield_processor()
                 else:
                     time.sleep(NAP)
@@ -125,7 +126,7 @@ class Group:
         self.max_tag = int(communicator.Get_attr(MPI.TAG_UB) or 32767)  # at least, says MPI
         # A test switch: every send becomes an Ssend, which returns once its receive is posted.
         self.synchronous_sends = False
-        self.nap_after = 10e-3  # seconds for which a wait only yields; less where cores are shared
+        self.crowded = False  # whether this node has more ranks than cores, where the Mesh says so
         self.layout: NodeLayout | None = None  # which ranks share a node, where the Mesh says so
         self._last_tag = 0
 

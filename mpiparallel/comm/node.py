@@ -22,7 +22,6 @@ class NodeLayout:
     ----------
     group : the Group that this is set as the `layout` of; `group.free` then frees it.
     node_of : the node of each of its ranks, as any number.
-    crowded : whether the ranks on this rank's node have fewer cores than they are.
 
     Attributes
     ----------
@@ -31,12 +30,12 @@ class NodeLayout:
         several nodes with the same number of ranks, two or more. They count as the group does.
     """
 
-    def __init__(self, group: Group, node_of: Sequence[int], *, crowded: bool):
+    def __init__(self, group: Group, node_of: Sequence[int]):
         self.window: Window | None = None
         self.grid: tuple[Group, Group] | None = None
         nodes, per_node = len(set(node_of)), set(Counter(node_of).values())
         if nodes == 1 and group.size > 1:
-            self.window = Window(group, crowded=crowded)
+            self.window = Window(group)
         elif nodes > 1 and len(per_node) == 1 and per_node != {1}:
             inside = _split(group, node_of[group.rank])
             self.grid = inside, _split(group, inside.rank)
@@ -57,5 +56,5 @@ def _split(group: Group, color: int) -> Group:
         where=group.where,
         timeout=group.timeout,
     )
-    part.nap_after = group.nap_after
+    part.crowded = group.crowded
     return part

@@ -12,10 +12,8 @@ Long arrays go through the block, piece by piece, each in three moves with a bar
     copy out   each rank reads the sums of the other ranks
 
 so that every element is added once, in rank order, wherever it is added: all ranks get the same
-bits, and get them again. In copies of n bytes per rank this is about 1 in and out each and n/p
-times p reads to reduce: the limit is the bandwidth of memory. Where every rank has a core, the
-block is small enough to stay in the caches; where ranks share cores a barrier costs a turn of
-the scheduler, and the block is large.
+bits, and get them again. A rank reads and writes about twice the array: the limit is the bandwidth
+of memory, or of the caches where the blocks stay in them.
 
 Short arrays take one barrier: each rank writes into a slot and adds up all slots itself. The next
 call uses the other slot, and only after a call has every rank read the slot before the last.
@@ -37,8 +35,7 @@ from mpiparallel.comm.group import POLLS, Group, Pending, yield_processor
 from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two
-BLOCK = 2 << 20  # bytes of a rank: stays in the caches of its core
-CROWDED_BLOCK = 4 << 20  # bytes of a rank that shares its core: fewer barriers
+BLOCK = 4 << 20  # bytes of a rank: smaller stays in caches, larger takes fewer barriers
 TRIES = 1000  # of a short all-reduce to see the others come, before it waits as all do
 
 _SUMMED = "?bhilqBHILQfdgFDG"  # dtypes that are summed as they are: not float16
@@ -48,13 +45,13 @@ _LINE = 128  # bytes: counts of two ranks never share a cache line
 class Window:
     """Shared memory of the ranks of `group`, all on one node. They make and free it together.
 
-    crowded : the ranks have fewer cores than they are. Takes about a block per rank.
+    Takes BLOCK bytes and a little per rank.
     """
 
-    def __init__(self, group: Group, *, crowded: bool):
+    def __init__(self, group: Group):
         self.group, self._rank, self._axis = group, group.rank, group.axis
         rank, size = group.rank, group.size
-        self._chunk_bytes = (CROWDED_BLOCK if crowded else BLOCK) // size // _LINE * _LINE
+        self._chunk_bytes = BLOCK // size // _LINE * _LINE
         block = self._chunk_bytes * size
         length = _LINE + 2 * SMALL + block + self._chunk_bytes
         assert isinstance(group.communicator, MPI.Intracomm)
@@ -69,7 +66,7 @@ class Window:
         self._slots = first, second
         self._others = [memoryview(count[:8]).cast("B").cast("q") for count in counts]
         self._count = self._others.pop(rank)
-        self._polls = 1 if crowded else POLLS
+        self._polls = 1 if group.crowded else POLLS
         self._barriers = self._turn = 0
         self._taken = self._served = 0  # all-reduces begun, and ended
         self._slots_as = lru_cache(maxsize=256)(self._view_slots)
