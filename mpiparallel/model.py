@@ -13,8 +13,10 @@ different ranks both hold that table, and their gradients are summed (`pipeline/
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from mpiparallel.backend import xp
@@ -65,6 +67,9 @@ class Stage:
             self.logits = VocabParallelLogits(table, tp)
             self.loss = VocabParallelCrossEntropy(config.vocabulary, tp)
             self.layers += [self.norm, self.logits]
+        # What several layers of the stage use: the table of a stage that is first and last.
+        names = Counter(p.name for layer in self.layers for p in layer.parameters)
+        self.shared = SimpleNamespace(parameters=[table] if table and names[table.name] > 1 else [])
         # hold(layer) is entered while a layer's weights are in use: ZeRO's third stage has them
         # only then.
         self.hold: Callable[[Any], AbstractContextManager[None]] = lambda layer: nullcontext()
@@ -76,10 +81,11 @@ class Stage:
         logits (B, S, V/t), for which there is no backward.
         """
         saved = []
-        for layer in self.layers:
-            with self.hold(layer):
-                x, kept = layer.forward(x)
-            saved.append(kept)
+        with self.hold(self.shared):
+            for layer in self.layers:
+                with self.hold(layer):
+                    x, kept = layer.forward(x)
+                saved.append(kept)
         if self.is_last and labels is not None:
             x, kept = self.loss.forward(x, labels)
             saved.append(kept)
@@ -92,9 +98,10 @@ class Stage:
         """
         if self.is_last:
             dy = self.loss.backward(dy, saved.pop())
-        for layer in reversed(self.layers):
-            with self.hold(layer):
-                dy = layer.backward(dy, saved.pop(), later)
+        with self.hold(self.shared):
+            for layer in reversed(self.layers):
+                with self.hold(layer):
+                    dy = layer.backward(dy, saved.pop(), later)
         return dy
 
 
