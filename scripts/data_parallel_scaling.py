@@ -17,6 +17,7 @@ import time
 
 import numpy as np
 from mpi4py import MPI
+from threadpoolctl import threadpool_limits
 
 from mpiparallel import settings as settings_module
 from mpiparallel.data import Batch
@@ -36,7 +37,6 @@ def measure(dp: int, global_batch: int) -> dict[str, float] | None:
         return None
     settings = dataclasses.replace(MODEL, dp=dp, global_batch=global_batch)
     with Mesh(dp, 1, 1, part) as mesh:
-        mesh.limit_blas_threads()
         trainer = Trainer(settings_module.check(settings, dp), settings.model_config(65), mesh)
         state = trainer.data_parallel
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (global_batch, MODEL.seq_len))
@@ -92,6 +92,7 @@ def draw(tables: dict[str, list[dict]], path: str) -> None:
 
 
 def main() -> None:
+    threadpool_limits(1, user_api="blas")  # a replica is a core: more of them add compute
     sizes = [2**n for n in range(10) if 2**n <= WORLD.size]
     plans = {
         f"{BATCH} sequences on every replica": [(dp, BATCH * dp) for dp in sizes],
