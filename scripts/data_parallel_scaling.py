@@ -83,10 +83,22 @@ def draw(tables: dict[str, list[dict]], path: str) -> None:
         compute = np.array([row["compute"] for row in rows]) * 1e3
         exposed = np.array([row["exposed"] for row in rows]) * 1e3
         axis.bar(names, compute, label="compute", color="#4c72b0")
+        hidden = np.minimum([row["hidden"] * 1e3 for row in rows], compute)
+        axis.bar(
+            names,
+            hidden,
+            bottom=compute - hidden,
+            label="of it with communication hidden behind it",
+            color="none",
+            edgecolor="white",
+            hatch="///",
+            linewidth=0,
+        )
         axis.bar(names, exposed, bottom=compute, label="exposed communication", color="#c44e52")
         axis.set_title(title, fontsize=10)
+        axis.margins(y=0.3)
     axes[0].set_ylabel("milliseconds per step")
-    axes[0].legend(fontsize=8, frameon=False)
+    axes[0].legend(fontsize=8, frameon=True, facecolor="#9fb4d6", loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
