@@ -96,14 +96,16 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_and_leaves_the_last_checkpoi
         "    def broken(self, *arguments):\n"
         "        step(self, *arguments)\n"
         "        if self.steps == 3:\n"
-        "            self.parameters[2].data.flat[0] = float('nan')\n"
+        "            names = [shard.parameter.name for shard in self.parameters]\n"
+        "            number = names.index('blocks.1.mlp.up.weight')\n"
+        "            self.parameters[number].data[0] = float('nan')\n"
         "    optimizer.AdamW.step = broken\n"
     )
     done = train(4, "--pp", 2, "--tp", 2, "--steps", 9, "--save-every", 2, plant=plant)
     assert done.status == 1
     [line] = done.err.splitlines()
     assert "step 4: loss nan" in line
-    assert "first seen on rank 3 (dp=0, pp=1, tp=1), blocks.1." in line
+    assert "first seen on rank 3 (dp=0, pp=1, tp=1), blocks.1.mlp.up.weight, its weight" in line
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["newest", "step-2"]
     assert train(4, "--pp", 2, "--tp", 2, "--steps", 9, "--resume", "run").status == 0
 
