@@ -5,6 +5,9 @@ ends the job: the others may be waiting for it. A rank that hangs is ended by py
 """
 
 import io
+import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +47,17 @@ def world():
     group = Group(WORLD.Dup(), "world", ledger=Ledger(), timeout=20)
     yield group
     group.free()
+
+
+@pytest.fixture
+def shared_path():
+    """One empty folder for all ranks, made and removed by rank 0."""
+    made = tempfile.mkdtemp(prefix="mpiparallel-test-") if WORLD.rank == 0 else None
+    path = Path(WORLD.bcast(made))
+    yield path
+    WORLD.Barrier()  # nobody is still reading
+    if WORLD.rank == 0:
+        shutil.rmtree(path)
 
 
 @pytest.fixture

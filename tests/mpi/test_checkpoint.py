@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,12 +20,6 @@ from mpiparallel.errors import RunError
 pytestmark = pytest.mark.mpi(min_size=1)
 
 TOKENIZER = IdTokenizer(VOCABULARY)
-
-
-@pytest.fixture
-def shared_path(tmp_path):
-    """One empty folder for all ranks."""
-    return Path(WORLD.bcast(str(tmp_path)))
 
 
 def state(made):

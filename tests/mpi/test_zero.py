@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,8 +219,7 @@ def test_a_hybrid_rank_sends_only_its_share_of_the_gradients():
 # ---- checkpoints of any stage, onto any other ----
 
 
-def test_any_stage_loads_what_any_other_saved(tmp_path):
-    path = Path(WORLD.bcast(str(tmp_path)))
+def test_any_stage_loads_what_any_other_saved(shared_path):
     meshes = factorings()
     chain = [(meshes[n % len(meshes)], stage) for n, stage in enumerate((0, 3, 1, 2, 3, 0))]
     first = None
@@ -236,7 +234,7 @@ def test_any_stage_loads_what_any_other_saved(tmp_path):
             now = json.dumps(bits(made))
             first = first or now
             assert now == first
-            made.settings = dataclasses.replace(made.settings, out=str(path / str(number)))
+            made.settings = dataclasses.replace(made.settings, out=str(shared_path / str(number)))
             folder = made.save(IdTokenizer(13), made.optimizer.steps)
             manifest = read_manifest(folder)
             assert manifest.mesh["zero"] == stage
@@ -249,13 +247,12 @@ def bits(made):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_is_the_run_under_every_stage(tmp_path, stage):
-    path = Path(WORLD.bcast(str(tmp_path)))
+def test_a_resumed_run_is_the_run_under_every_stage(shared_path, stage):
     with trainer(WORLD.size, 1, 1, zero=stage, dtype="float32") as made:
         straight = [made.step(batch(step), 1e-2).loss for step in range(4)]
     with trainer(WORLD.size, 1, 1, zero=stage, dtype="float32") as made:
         losses = [made.step(batch(step), 1e-2).loss for step in range(2)]
-        made.settings = dataclasses.replace(made.settings, out=str(path))
+        made.settings = dataclasses.replace(made.settings, out=str(shared_path))
         folder = made.save(IdTokenizer(13), 2)
     with trainer(WORLD.size, 1, 1, zero=stage, dtype="float32") as made:
         made.resume(folder, read_manifest(folder))
