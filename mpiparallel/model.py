@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -137,17 +137,3 @@ class GPT:
         """Allocate weights, drawn from (seed, name)."""
         for parameter in self.parameters:
             parameter.initialize(seed, dtype)
-
-
-def every_parameter(
-    config: ModelConfig, tp: Group, placement: tuple[int, ...]
-) -> Iterator[Parameter]:
-    """The parameters of the whole model in model order, each once, without arrays: who holds what
-    is computed on every rank alike and needs no message. `holders` is set on each."""
-    seen: dict[str, Parameter] = {}
-    for rank in range(max(placement) + 1):
-        for parameter in GPT(config, tp, placement, rank).parameters:
-            if parameter.name not in seen:
-                parameter.holders = parameter.holders or (rank,)
-                seen[parameter.name] = parameter
-    yield from seen.values()

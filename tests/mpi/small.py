@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import reference
 
 from mpiparallel import settings as settings_module
 from mpiparallel.checkpoint.boxes import Box
@@ -123,6 +124,20 @@ def serial_weights(config):
             }.items()
         }
     return {name: weight(name, shape) for name, shape in shapes.items()}
+
+
+def serial_training(weights, steps, lr_of_step):
+    """Train the reference's weights in place on the first batches; a list of (loss, norm)."""
+    return reference.train_steps(
+        weights,
+        [(batch(step).tokens, batch(step).labels) for step in range(steps)],
+        heads=SMALL.heads,
+        lr_of_step=lr_of_step,
+        beta1=SMALL.beta1,
+        beta2=SMALL.beta2,
+        weight_decay=SMALL.weight_decay,
+        clip=SMALL.clip,
+    )
 
 
 def assert_same(actual, expected, tolerance):

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import reference
 from conftest import WORLD, factorings
-from small import SMALL, VOCABULARY, assert_same, batch, gather, serial_weights, trainer
+from small import (
+    SMALL,
+    VOCABULARY,
+    assert_same,
+    batch,
+    gather,
+    serial_training,
+    serial_weights,
+    trainer,
+)
 
 from mpiparallel import settings as settings_module
 from mpiparallel.data import Corpus
@@ -69,17 +78,10 @@ def test_three_adamw_steps_equal_the_serial_ones(mesh):
         weights = gather(made)
     if weights is not None:
         expected = serial_weights(made.model.config)
-        history = reference.train_steps(
+        history = serial_training(
             expected,
-            [(batch(k).tokens, batch(k).labels) for k in range(3)],
-            heads=SMALL.heads,
-            lr_of_step=lambda k: reference.learning_rate(
-                k, lr=1e-2, min_lr=1e-3, warmup=2, steps=3
-            ),
-            beta1=SMALL.beta1,
-            beta2=SMALL.beta2,
-            weight_decay=SMALL.weight_decay,
-            clip=SMALL.clip,
+            3,
+            lambda k: reference.learning_rate(k, lr=1e-2, min_lr=1e-3, warmup=2, steps=3),
         )
         assert all(norm > SMALL.clip for _, norm in history), "clipping is part of the case"
         np.testing.assert_allclose(

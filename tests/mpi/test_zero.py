@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import WORLD, factorings
-from small import SMALL, assert_same, batch, gather, serial_weights, trainer
+from small import SMALL, assert_same, batch, gather, serial_training, serial_weights, trainer
 
 from mpiparallel.checkpoint.manifest import read_manifest
 from mpiparallel.comm.ledger import Ledger
@@ -42,16 +42,7 @@ def test_every_stage_on_every_mesh_equals_the_serial_training(mesh, stage):
         first = batch(0)
         _, right = reference.loss_and_gradients(expected, first.tokens, first.labels, SMALL.heads)
         assert_same(gradients, right, 1e-10)
-        history = reference.train_steps(
-            expected,
-            [(batch(k).tokens, batch(k).labels) for k in range(3)],
-            heads=SMALL.heads,
-            lr_of_step=lambda k: 1e-2,
-            beta1=SMALL.beta1,
-            beta2=SMALL.beta2,
-            weight_decay=SMALL.weight_decay,
-            clip=SMALL.clip,
-        )
+        history = serial_training(expected, 3, lambda k: 1e-2)
         np.testing.assert_allclose(
             [(result.loss, result.grad_norm) for result in results], history, rtol=1e-10
         )
@@ -68,16 +59,7 @@ def test_every_schedule_with_every_stage(name, stage):
         results = [made.step(batch(step), 1e-2) for step in range(2)]
     if WORLD.rank == 0:
         expected = serial_weights(made.model.config)
-        history = reference.train_steps(
-            expected,
-            [(batch(k).tokens, batch(k).labels) for k in range(2)],
-            heads=SMALL.heads,
-            lr_of_step=lambda k: 1e-2,
-            beta1=SMALL.beta1,
-            beta2=SMALL.beta2,
-            weight_decay=SMALL.weight_decay,
-            clip=SMALL.clip,
-        )
+        history = serial_training(expected, 2, lambda k: 1e-2)
         np.testing.assert_allclose(
             [(result.loss, result.grad_norm) for result in results], history, rtol=1e-10
         )
