@@ -25,6 +25,8 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+# Where there is no InfiniBand, its one-sided component complains on every rank.
+export OMPI_MCA_osc = ^ucx
 MPIRUN  ?= $(BIN)/mpirun --oversubscribe --bind-to none
 endif
 MPIRUN  ?= $(BIN)/mpirun
