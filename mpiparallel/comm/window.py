@@ -37,6 +37,7 @@ from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two
 BLOCK = 4 << 20  # bytes of a rank: smaller stays in caches, larger takes fewer barriers
+STRIP = 128 * 1024  # bytes that are added at a time: the sums are copied while a cache has them
 _TRIES = range(1, 1000)  # of a short all-reduce to see the others come, before it waits as others
 
 _SUMMED = "?bhilqBHILQfdgFDG"  # dtypes that are summed as they are: not float16
@@ -132,6 +133,7 @@ class Window:
         rank, size = self.group.rank, self.group.size
         bounds = chunk_bounds(flat.size, size)
         length = self._chunk_bytes // flat.itemsize  # of a piece of a chunk, in elements
+        strip = STRIP // flat.itemsize
         blocks = [block.view(flat.dtype).reshape(size, -1) for block in self._blocks]
         sums = [part.view(flat.dtype) for part in self._sums]
         others = [(rank + step) % size for step in range(1, size)]
@@ -149,10 +151,12 @@ class Window:
             total = sums[rank][: mine.size]
             terms = [block[rank, : mine.size] for block in blocks]
             terms[rank] = mine
-            np.add(terms[0], terms[1], out=total)
-            for term in terms[2:]:
-                total += term
-            mine[...] = total
+            for start in range(0, mine.size, strip):
+                part = slice(start, start + strip)
+                np.add(terms[0][part], terms[1][part], out=total[part])
+                for term in terms[2:]:
+                    total[part] += term[part]
+                mine[part] = total[part]
             self._come()
             yield from self._wait_for("with its ranks", self._all_came)
 

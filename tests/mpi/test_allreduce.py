@@ -39,6 +39,7 @@ def group(request, monkeypatch):
     algorithm, size = request.param
     monkeypatch.setattr(window, "BLOCK", 8192)
     monkeypatch.setattr(window, "SMALL", 1024)
+    monkeypatch.setattr(window, "STRIP", 512)
     nodes = [rank // 2 for rank in range(size)] if algorithm == "hierarchical" else None
     made = make_group(size, nodes)
     yield made
