@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiparallel.backend import from_host, xp
+from mpiparallel.backend import from_host, kernels, xp
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,6 @@ class Parameter:
 
     def add_grad_rows(self, rows, values) -> None:
         """grad[rows[i]] += values[i] for every i."""
-        from mpiparallel.backend import kernels
-
         if self._grad_is_zero:
             self.grad[...] = 0
         kernels.add_rows(self.grad, rows, values)

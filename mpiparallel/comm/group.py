@@ -11,8 +11,9 @@ would otherwise keep the rank it waits for from running.
     pending = group.irecv(buffer, source)   returns at once
     pending.wait()                          buffer is filled, and is what wait returns
 
-Arrays may be non-contiguous, read-only or empty. `out` must have the right shape and dtype and
-be writable, as for a NumPy ufunc; it may overlap the input.
+Arrays may be non-contiguous, read-only or empty, and in host or in device memory: how each kind
+reaches MPI says `comm/transport.py`. `out` must have the right shape and dtype and be writable, as
+for a NumPy ufunc; it may overlap the input, and is in the same memory, host or device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mpi4py import MPI
 
 from mpiparallel import backend
 from mpiparallel.comm.ledger import Ledger, ring_bytes
+from mpiparallel.comm.transport import Transports
 
 yield_processor: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -51,7 +53,7 @@ class Pending:
 
     def test(self) -> bool:
         """Let MPI make progress; True once `wait` would return at once."""
-        return MPI.Request.Testall(self._requests)
+        return _complete(self._requests)
 
     def wait(self):
         """Complete the operation: the received or combined array, or the array that was sent.
@@ -59,7 +61,7 @@ class Pending:
         Raises CommunicationTimeout when the group's timeout (seconds) passes first.
         """
         group, start = self._group, time.perf_counter()
-        while not MPI.Request.Testall(self._requests):
+        while not _complete(self._requests):
             yield_processor()
             if time.perf_counter() - start > group.timeout:
                 raise CommunicationTimeout(
@@ -99,9 +101,11 @@ class Group:
         self.max_tag = int(communicator.Get_attr(MPI.TAG_UB) or 32767)  # at least, says MPI
         # A test switch: every send becomes an Ssend, which returns once its receive is posted.
         self.synchronous_sends = False
+        self._transports = Transports(self)
 
     def free(self) -> None:
         """Give the communicator back. All ranks of the group call it."""
+        self._transports.free()
         self.communicator.Free()
 
     # ---- collectives: every rank of the group calls, with arrays of one shape and dtype ----
@@ -112,40 +116,43 @@ class Group:
         op: "sum", "max" or "min". float16 is reduced in float32. Sends 2(p-1)/p of the array.
         Raises ValueError for an unknown op, TypeError for a dtype that MPI cannot reduce.
         """
-        out = _output(out, array.shape, array.dtype)
+        out = _output(out, array.shape, array.dtype, array)
         dtype, mpi_op = _reduction(array.dtype, op)
-        buffer = _host(out) if out.dtype == dtype else None
-        if buffer is None or not _direct(buffer):
-            buffer = np.empty(array.shape, dtype)
+        via = self._transports.collective(array, dtype)
+        buffer = via.window(out) if out.dtype == dtype else None
+        if buffer is None:
+            buffer = via.space(array.shape, dtype)
         if buffer is not array:
-            buffer[...] = _host(array)
+            via.load(buffer, array)
         flat = buffer.reshape(-1)
+        via.ready()
         requests = [
-            self.communicator.Iallreduce(MPI.IN_PLACE, flat[piece], op=mpi_op)
+            via.communicator.Iallreduce(MPI.IN_PLACE, flat[piece], op=mpi_op)
             for piece in _pieces(flat.size)
         ]
-        return self._collective("allreduce", buffer.nbytes, requests, lambda: _fill(out, buffer))
+        return self._collective("allreduce", buffer.nbytes, requests, lambda: via.fill(out, buffer))
 
     def allgather(self, array, dim: int = 0, out=None):
         """Join the arrays of all ranks along `dim`, in rank order. Sends (p-1)/p of the result."""
         dim = _check_dim(array, dim)
-        shape = list(array.shape)
-        shape[dim] *= self.size
-        out = _output(out, tuple(shape), array.dtype)
-        mine = _raw(_host(array))
-        everyone = np.empty((self.size, mine.size), np.uint8)
-        requests, copies = [], []
-        for piece in _pieces(mine.size):
-            part = everyone if piece == slice(0, mine.size) else everyone[:, piece].copy()
-            requests.append(self.communicator.Iallgather(mine[piece], part))
-            copies.append((piece, part))
+        shape = (*array.shape[:dim], array.shape[dim] * self.size, *array.shape[dim + 1 :])
+        out = _output(out, shape, array.dtype, array)
+        via = self._transports.collective(array)
+        mine = _raw(via.reads(array), via.library)
+        everyone = via.space((self.size, mine.size), np.uint8)
+        copies = [
+            (piece, everyone if piece == slice(0, mine.size) else everyone[:, piece].copy())
+            for piece in _pieces(mine.size)
+        ]
+        via.ready()
+        requests = [via.communicator.Iallgather(mine[piece], part) for piece, part in copies]
 
         def finish():
             for piece, part in copies:
                 if part is not everyone:
                     everyone[:, piece] = part
             blocks = everyone.reshape(-1).view(array.dtype).reshape(self.size, *array.shape)
-            return _fill(out, np.moveaxis(blocks, 0, dim).reshape(shape))
+            return via.fill(out, via.library.moveaxis(blocks, 0, dim).reshape(shape))
 
         return self._collective("allgather", everyone.nbytes, requests, finish)
 
@@ -154,19 +161,23 @@ class Group:
 
         Sends (p-1)/p of the array. Raises ValueError where p does not divide the dim.
         """
-        blocks = self._blocks("reduce_scatter", array, _check_dim(array, dim))
-        out = _output(out, blocks.shape[1:], array.dtype)
         dtype, mpi_op = _reduction(array.dtype, op)
-        full = np.ascontiguousarray(blocks, dtype).reshape(self.size, -1)
-        mine = np.empty(full.shape[1], dtype)
-        parts = [(piece, np.ascontiguousarray(full[:, piece])) for piece in _pieces(mine.size)]
+        via = self._transports.collective(array, dtype)
+        blocks = self._blocks("reduce_scatter", array, _check_dim(array, dim), via)
+        shape = blocks.shape[1:]
+        out = _output(out, shape, array.dtype, array)
+        full = via.library.ascontiguousarray(blocks, dtype).reshape(self.size, -1)
+        mine = via.space((full.shape[1],), dtype)
+        parts = [
+            (piece, via.library.ascontiguousarray(full[:, piece])) for piece in _pieces(mine.size)
+        ]
+        via.ready()
         requests = [
-            self.communicator.Ireduce_scatter_block(part, mine[piece], op=mpi_op)
+            via.communicator.Ireduce_scatter_block(part, mine[piece], op=mpi_op)
             for piece, part in parts
         ]
-        shape = blocks.shape[1:]
         return self._collective(
-            "reduce_scatter", full.nbytes, requests, lambda: _fill(out, mine.reshape(shape))
+            "reduce_scatter", full.nbytes, requests, lambda: via.fill(out, mine.reshape(shape))
         )
 
     def alltoall(self, array, dim: int = 0, out=None):
@@ -175,22 +186,23 @@ class Group:
         Sends (p-1)/p of the array. Raises ValueError where p does not divide the dim.
         """
         dim = _check_dim(array, dim)
-        out = _output(out, array.shape, array.dtype)
-        blocks = np.ascontiguousarray(self._blocks("alltoall", array, dim))
-        outgoing = _raw(blocks).reshape(self.size, -1)
-        incoming = np.empty_like(outgoing)
-        requests, copies = [], []
+        out = _output(out, array.shape, array.dtype, array)
+        via = self._transports.collective(array)
+        blocks = via.library.ascontiguousarray(self._blocks("alltoall", array, dim, via))
+        outgoing = _raw(blocks, via.library).reshape(self.size, -1)
+        incoming = via.space(outgoing.shape, np.uint8)
+        copies = []
         for piece in _pieces(outgoing.shape[1]):
-            part = np.empty_like(outgoing[:, piece], order="C")
-            sent = np.ascontiguousarray(outgoing[:, piece])
-            requests.append(self.communicator.Ialltoall(sent, part))
-            copies.append((piece, sent, part))
+            sent = via.library.ascontiguousarray(outgoing[:, piece])
+            copies.append((piece, sent, via.space(sent.shape, np.uint8)))
+        via.ready()
+        requests = [via.communicator.Ialltoall(sent, part) for _, sent, part in copies]
 
         def finish():
             for piece, _, part in copies:
                 incoming[:, piece] = part
             received = incoming.reshape(-1).view(array.dtype).reshape(blocks.shape)
-            return _fill(out, np.moveaxis(received, 0, dim).reshape(array.shape))
+            return via.fill(out, via.library.moveaxis(received, 0, dim).reshape(array.shape))
 
         return self._collective("alltoall", blocks.nbytes, requests, finish)
 
@@ -200,16 +212,18 @@ class Group:
         The root sends one copy of the array to each other rank.
         """
         self._check_peer(root)
-        out = _output(out, array.shape, array.dtype)
-        buffer = _host(out)
-        if not _direct(buffer):
-            buffer = np.empty(array.shape, array.dtype)
+        out = _output(out, array.shape, array.dtype, array)
+        via = self._transports.collective(array)
+        buffer = via.window(out)
+        if buffer is None:
+            buffer = via.space(array.shape, array.dtype)
         if self.rank == root and buffer is not array:
-            buffer[...] = _host(array)
-        raw = _raw(buffer)
-        requests = [self.communicator.Ibcast(raw[piece], root=root) for piece in _pieces(raw.size)]
+            via.load(buffer, array)
+        raw = _raw(buffer, via.library)
+        via.ready()
+        requests = [via.communicator.Ibcast(raw[piece], root=root) for piece in _pieces(raw.size)]
         sent = raw.size * (self.size - 1) if self.rank == root else 0
-        return self._complete("bcast", sent, requests, lambda: _fill(out, buffer))
+        return self._complete("bcast", sent, requests, lambda: via.fill(out, buffer))
 
     def allgather_json(self, value) -> list:
         """The small JSON-able `value` of every rank, in rank order, on every rank."""
@@ -248,7 +262,9 @@ class Group:
 
     def _isend(self, op: str, array, dest: int, tag: int, part_of: str | None = None) -> Pending:
         self._check_peer(dest)
-        raw = _raw(_host(array))
+        via = self._transports.point_to_point(array)
+        raw = _raw(via.reads(array), via.library)
+        via.ready()
         send = self.communicator.Issend if self.synchronous_sends else self.communicator.Isend
         requests = [send(raw[piece], dest, self._check_tag(tag)) for piece in _pieces(raw.size)]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None, bytes=raw.size)
@@ -262,18 +278,20 @@ class Group:
 
     def _irecv(self, op: str, out, source: int, tag: int, part_of: str | None = None) -> Pending:
         self._check_peer(source)
-        _output(out, out.shape, out.dtype)
-        buffer = _host(out)
-        if not _direct(buffer):
-            buffer = np.empty(out.shape, out.dtype)
-        raw = _raw(buffer)
+        _output(out, out.shape, out.dtype, out)
+        via = self._transports.point_to_point(out)
+        buffer = via.window(out)
+        if buffer is None:
+            buffer = via.space(out.shape, out.dtype)
+        raw = _raw(buffer, via.library)
+        via.ready()
         requests = [
             self.communicator.Irecv(raw[piece], source, self._check_tag(tag))
             for piece in _pieces(raw.size)
         ]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None)
         peer = f"from {self.axis} {source}"
-        return Pending(self, part_of or op, peer, requests, lambda: _fill(out, buffer))
+        return Pending(self, part_of or op, peer, requests, lambda: via.fill(out, buffer))
 
     def _collective(self, op: str, array_bytes: int, requests: list, finish: Callable):
         return self._complete(op, ring_bytes(op, array_bytes, self.size), requests, finish)
@@ -282,17 +300,17 @@ class Group:
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
         return Pending(self, op, f"with its {self.size} ranks", requests, finish).wait()
 
-    def _blocks(self, op: str, array, dim: int) -> np.ndarray:
-        """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""
+    def _blocks(self, op: str, array, dim: int, via):
+        """A view (p, ..., dim / p, ...) of the array's p parts along `dim`, as it may be sent."""
         length, rest = divmod(array.shape[dim], self.size)
         if rest:
             raise ValueError(
                 f"{op} cuts dim {dim} into {self.size} equal parts, and its length "
                 f"{array.shape[dim]} is not a multiple of {self.size}"
             )
-        host, shape = _host(array), array.shape
-        cut = host.reshape(*shape[:dim], self.size, length, *shape[dim + 1 :])
-        return np.moveaxis(cut, dim, 0)
+        shape = array.shape
+        cut = via.reads(array).reshape(*shape[:dim], self.size, length, *shape[dim + 1 :])
+        return via.library.moveaxis(cut, dim, 0)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size:
@@ -310,33 +328,28 @@ def _pieces(count: int) -> Iterator[slice]:
         yield slice(start, min(start + MAX_ELEMENTS, count))
 
 
-def _host(array) -> np.ndarray:
-    return backend.to_host(array)
+def _complete(requests: list) -> bool:
+    """Whether all are complete; lets MPI make progress."""
+    if requests and not isinstance(requests[0], MPI.Request):
+        return all(request.Test() for request in requests)
+    return MPI.Request.Testall(requests)
 
 
-def _direct(buffer: np.ndarray) -> bool:
-    """Whether MPI can write into the buffer as it lies in memory."""
-    return buffer.flags.c_contiguous and buffer.flags.writeable
-
-
-def _raw(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, one-dimensional; of a copy, where it is not contiguous."""
+def _raw(array, library):
+    """The bytes of an array, one-dimensional; of a copy, where it is not contiguous.
+    library : NumPy for a host array, CuPy for a device array."""
     if array.dtype.hasobject:
         raise TypeError(f"MPI cannot send Python objects: the array has dtype {array.dtype}")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return library.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _fill(out, result: np.ndarray):
-    """Put the host array `result` where the caller wants it."""
-    if backend.to_host(out) is not result:
-        out[...] = backend.from_host(result.astype(out.dtype, copy=False))
-    return out
-
-
-def _output(out, shape: tuple[int, ...], dtype):
-    """`out`, checked, or a new array where the caller gave none."""
+def _output(out, shape: tuple[int, ...], dtype, like):
+    """`out`, checked, or a new array where the caller gave none, in host or device memory as the
+    array `like` is."""
     if out is None:
-        return backend.xp.empty(shape, dtype)
+        return (np if backend.on_host(like) else backend.xp).empty(shape, dtype)
+    if backend.on_host(out) != backend.on_host(like):
+        raise ValueError("out and the array must both be in host or both in device memory")
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is {out.dtype}{out.shape}, the result is {dtype}{shape}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:

@@ -68,12 +68,13 @@ class VocabParallelCrossEntropy:
         width = logits.shape[-1]
         local = labels - self.tp.rank * width
         here = (local >= 0) & (local < width) & valid
-        where = (*xp.nonzero(here), local[here])
+        rows = xp.nonzero(here)
+        where = (*rows, local[rows])
 
         largest = self.tp.allreduce(logits.max(-1), "max")
         logits -= largest[..., None]
         target = xp.zeros(labels.shape, logits.dtype)
-        target[here] = logits[where]
+        target[rows] = logits[where]
         self.tp.allreduce(target, out=target)
         exponentials = xp.exp(logits, out=logits)
         total = self.tp.allreduce(exponentials.sum(-1))
