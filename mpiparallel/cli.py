@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the likeliest (default 0.8)"
     )
-    settings.add_arguments(command, ["dp", "pp", "tp", "seed", "dtype", "timeout"])
+    settings.add_arguments(command, ["dp", "pp", "tp", "seed", "dtype", "backend", "timeout"])
     command.set_defaults(run=_generate)
 
     command = commands.add_parser(
@@ -144,7 +144,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         return settings, config, tokenizer, folder, prompt
 
     def run(mesh, settings, config, tokenizer, folder, prompt) -> None:
-        from mpiparallel import checkpoint
+        from mpiparallel import backend, checkpoint
         from mpiparallel.generate import generate
         from mpiparallel.model import GPT
         from mpiparallel.pipeline.executor import Executor
@@ -164,6 +164,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             seed=settings.seed,
         )
         if mesh.rank == 0:
+            print(backend.current().reason, file=sys.stderr, flush=True)
             print(arguments.prompt, end="", flush=True)
         for text in tokenizer.stream(drawn):
             if mesh.rank == 0:
@@ -185,10 +186,12 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
 
     prepare(rank, ranks) -> (settings, ...) finds the user's mistakes on every rank, and sends
     nothing. Where one finds any all ranks end with status 2. Then run(mesh, settings, ...) on the
-    mesh that the settings ask for.
+    mesh and the backend that the settings ask for. A full GPU is said in one line, status 1.
     """
     from mpi4py import MPI
 
+    from mpiparallel import backend
+    from mpiparallel.backend import choice
     from mpiparallel.mesh import Mesh
 
     world = MPI.COMM_WORLD
@@ -197,14 +200,17 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
     try:
         prepared = agree(world, partial(prepare, world.rank, world.size))
         settings = prepared[0]
+        agree(world, partial(choice.choose, settings.backend, world))
         with Mesh(settings.dp, settings.pp, settings.tp, timeout=settings.timeout) as mesh:
             where = f"rank {mesh.rank} ({mesh.coordinates})"
             run(mesh, *prepared)
         return 0
     except EveryRanksError:
         raise
-    except BaseException:
-        failure.end_all_ranks(f"mpiparallel: {where} failed:\n{traceback.format_exc()}")
+    except BaseException as error:
+        full = backend.current().out_of_memory(error)
+        what = f"{where}: {full}" if full else f"{where} failed:\n{traceback.format_exc()}"
+        failure.end_all_ranks(f"mpiparallel: {what}")
     finally:
         failure.forget()
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+from mpiparallel import backend
 from mpiparallel import settings as settings_module
 from mpiparallel.errors import UserError
 from mpiparallel.pipeline import schedules
@@ -25,7 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(measure=measure, base=base)
         return command
 
-    add("matmul", "matrix products of all ranks at the same time", _matmul, Settings(), ["dtype"])
+    add(
+        "matmul",
+        "matrix products of all ranks at the same time",
+        _matmul,
+        Settings(),
+        ["dtype", "backend"],
+    )
 
     mesh = ["dp", "pp", "tp", "schedule", "stages_per_rank", "micro_batches"]
     model = ["layers", "heads", "hidden", "feed_forward", "seq_len", "global_batch"]
@@ -34,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a training step, as a share of the matmul rate",
         _step,
         Settings(layers=6, heads=6, hidden=384, seq_len=256, global_batch=8, steps=5),
-        [*mesh, *model, "steps", "dtype", "allreduce"],
+        [*mesh, *model, "steps", "dtype", "backend", "allreduce"],
     )
 
     pipeline = add(
@@ -42,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the bubble of a schedule over all ranks, with sleep for compute",
         _pipeline,
         Settings(micro_batches=8, steps=3),
-        ["schedule", "stages_per_rank", "micro_batches", "steps"],
+        ["schedule", "stages_per_rank", "micro_batches", "steps", "backend"],
     )
     for flag, value in (("forward", 20.0), ("backward", 40.0)):
         pipeline.add_argument(
@@ -74,9 +81,11 @@ def measure(arguments: argparse.Namespace, mesh, settings: Settings) -> None:
     result: dict[str, Any] = arguments.measure(arguments, mesh, settings)
     if mesh.rank != 0:
         return
+    result["backend"] = backend.current().name
     if arguments.json:
         print(json.dumps(result))
     else:
+        print(backend.current().reason)
         print("\n".join(f"{name:<26}{_human(value)}" for name, value in result.items()))
 
 
