@@ -207,7 +207,18 @@ for name in COMPARE + UNARY:
 
 # The functions that our code takes from CuPy; test_cupy_names.py holds them to CuPy itself.
 FUNCTIONS = [
-    *("argsort", "empty", "empty_like", "exp", "flatnonzero", "log", "matmul", "nonzero", "ones"),
+    *(
+        "arange",
+        "argsort",
+        "empty",
+        "empty_like",
+        "exp",
+        "flatnonzero",
+        "log",
+        "matmul",
+        "nonzero",
+        "ones",
+    ),
     *("where", "zeros", "zeros_like"),
 ]
 VIEW_FUNCTIONS = ["ascontiguousarray", "moveaxis"]

@@ -52,8 +52,8 @@ def install(backend) -> None:
     """Make `backend` the one that all arrays from now on belong to."""
     global _backend
     _backend = backend
-    xp.forget()
-    kernels.forget()
+    for chosen in (xp, kernels):
+        chosen.forget()
 
 
 def current():

@@ -28,7 +28,7 @@ class CupyBackend:
     name = "cupy"
     xp = cupy
     kernels = cupy_kernels
-    matmul_size = 8192  # of the products that `bench matmul` times
+    matmul_size = 4096  # of the products that `bench matmul` times
 
     def __init__(self, device: int, *, gpu_aware: bool = False, reason: str = "", sharing: int = 1):
         cupy.cuda.Device(device).use()
