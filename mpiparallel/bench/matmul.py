@@ -22,13 +22,14 @@ def matmul_rate(dtype: str, *, seconds: float, size: int | None = None) -> float
     out = xp.empty_like(a)
     xp.matmul(a, b, out=out)
     backend.synchronize()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
+    spent, count = 0.0, 0
+    while spent < seconds or count < 3:
         start = time.perf_counter()
         xp.matmul(a, b, out=out)
         backend.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 * len(times) / sum(times)
+        spent += time.perf_counter() - start
+        count += 1
+    return 2 * size**3 * count / spent
 
 
 def matmul_peak(mesh: Mesh, dtype: str, *, seconds: float = 0.2) -> float:

@@ -82,7 +82,9 @@ def test_auto_without_a_device_takes_numpy_and_says_why(mpiparallel):
 
 def test_auto_takes_the_gpus_that_answer_and_trains_as_numpy_does(mpiparallel, stand_in, tmp_path):
     stand_in()
+    (tmp_path / "text.txt").write_text("to be, or not to be: that is the question.\n" * 20)
     run = ["train", *TINY, "--steps", 3, "--dtype", "float64", "--sample", 5, "--eval-every", 2]
+    run += ["--data", "text.txt"]
     env = {choice.AWARE: "0"}
     done = mpiparallel(4, *run, "--tp", 2, "--pp", 2, "--out", "on_gpu", env=env)
     assert done.status == 0, done.err
