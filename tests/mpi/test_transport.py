@@ -98,6 +98,7 @@ def test_setting_nccl_up_is_not_counted(world, way):
 def test_a_rank_alone_moves_nothing_to_the_host(stream):
     with Mesh(WORLD.size, 1, 1) as mesh:
         array = device(np.ones(4))
+        assert isinstance(mesh.tp._transports.collective(array).communicator, transport.Alone)
         before = stream.synchronized
         equal_later = [mesh.tp.allreduce(array), mesh.tp.allgather(array), mesh.tp.bcast(array)]
         equal_later += [mesh.tp.reduce_scatter(array), mesh.tp.alltoall(array)]
