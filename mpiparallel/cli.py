@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the likeliest (default 0.8)"
     )
-    settings.add_arguments(command, ["dp", "pp", "tp", "seed", "dtype", "timeout"])
+    settings.add_arguments(command, ["dp", "pp", "tp", "seed", "dtype", "backend", "timeout"])
     command.set_defaults(run=_generate)
 
     command = commands.add_parser("export", help="a checkpoint as one file in GPT-2's names")
@@ -179,6 +179,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         return settings, folder, manifest, prompt
 
     def run(mesh, settings, folder, manifest, prompt) -> None:
+        from mpiparallel import backend
         from mpiparallel.checkpoint.load import load, verify
         from mpiparallel.checkpoint.trainer_state import model_pieces
         from mpiparallel.comm.agree import agree
@@ -203,6 +204,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             seed=settings.seed,
         )
         if mesh.rank == 0:
+            print(backend.current().reason, file=sys.stderr, flush=True)
             print(arguments.prompt, end="", flush=True)
         for text in tokenizer.stream(drawn):
             if mesh.rank == 0:
@@ -285,10 +287,12 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
 
     prepare(rank, ranks) -> (settings, ...) finds the user's mistakes on every rank, and sends
     nothing. Where one finds any all ranks end with status 2. Then run(mesh, settings, ...) on the
-    mesh that the settings ask for.
+    mesh and the backend that the settings ask for. A full GPU is said in one line, status 1.
     """
     from mpi4py import MPI
 
+    from mpiparallel import backend
+    from mpiparallel.backend import choice
     from mpiparallel.comm.agree import agree
     from mpiparallel.comm.group import Group
     from mpiparallel.mesh import Mesh
@@ -299,6 +303,7 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
     try:
         prepared = agree(world, partial(prepare, world.rank, world.size))
         settings = prepared[0]
+        agree(world, partial(choice.choose, settings.backend, world.communicator))
         with Mesh(settings.dp, settings.pp, settings.tp, timeout=settings.timeout) as mesh:
             where = mesh.world.where
             run(mesh, *prepared)
@@ -307,7 +312,13 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
         if getattr(error, "agreed", False):
             raise
         hung = type(error).__name__ == "CommunicationTimeout"  # says where by itself, in a table
-        what = f"error: {error}" if hung else f"{where} failed:\n{traceback.format_exc()}"
+        full = backend.current().out_of_memory(error)
+        if hung:
+            what = f"error: {error}"
+        elif full:
+            what = f"error: {where}: {full}"
+        else:
+            what = f"{where} failed:\n{traceback.format_exc()}"
         failure.end_all_ranks(f"mpiparallel: {what}")
     finally:
         failure.forget()

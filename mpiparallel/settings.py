@@ -81,6 +81,12 @@ class Settings:
     dtype: str = _setting(
         "float32", "of weights and work", kind=str, choices=("float32", "float64")
     )
+    backend: str = _setting(
+        "auto",
+        "arrays on the cores or on a GPU; auto takes the GPU that answers",
+        kind=str,
+        choices=("auto", "numpy", "cupy"),
+    )
     data: str | None = _setting(None, "text file or folder (Python's own documentation)", kind=str)
     tokenizer: str = _setting(
         "char", "a token per character or per UTF-8 byte", kind=str, choices=("char", "bytes")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiparallel.backend import on_host, synchronize, xp
 from mpiparallel.comm.allreduce import allreduce, choose, library_allreduce
 from mpiparallel.comm.group import Group
 from mpiparallel.mesh import Mesh
@@ -37,13 +38,13 @@ def measure_allreduce(mesh: Mesh, dtype: str, sizes: Sequence[int] = SIZES) -> d
     share = 2 * (group.size - 1) / group.size
     with mesh.ledger.aside():
         for size in sizes:
-            array = np.zeros(max(1, size // np.dtype(dtype).itemsize), dtype)
-            for algorithm, seconds in _medians(group, _contestants(group, size), array).items():
+            array = xp.zeros(max(1, size // np.dtype(dtype).itemsize), dtype)
+            for algorithm, seconds in _medians(group, _contestants(group, array), array).items():
                 row = {"ranks": group.size, "bytes": array.nbytes, "algorithm": algorithm}
                 rate = share * array.nbytes / seconds
                 rows.append(row | {"seconds": seconds, "bytes_per_second": rate})
-        copy = np.empty_like(array)
-        seconds = _medians(group, {"memcpy": partial(np.copyto, copy)}, array)["memcpy"]
+        copy = xp.empty_like(array)
+        seconds = _medians(group, {"memcpy": partial(_copy_to, copy)}, array)["memcpy"]
     return {"rows": rows, "memcpy_bytes_per_second": array.nbytes / seconds}
 
 
@@ -64,17 +65,22 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _contestants(group: Group, size: int) -> dict[str, Callable]:
+def _copy_to(copy, array) -> None:
+    copy[...] = array
+
+
+def _contestants(group: Group, array) -> dict[str, Callable]:
     contestants: dict[str, Callable] = {
         "mpi": library_allreduce(group),
         "auto": partial(allreduce, group),
     }
-    for name in sorted({"ring", "recursive_doubling"} - {choose(group, size)}):
+    auto = choose(group, array.nbytes, on_host(array))
+    for name in sorted({"ring", "recursive_doubling"} - {auto}):
         contestants[name] = partial(allreduce, group, algorithm=name)
     return contestants
 
 
-def _medians(group: Group, contestants: dict, array: np.ndarray) -> dict[str, float]:
+def _medians(group: Group, contestants: dict, array) -> dict[str, float]:
     """Seconds of a call of each: the median over rounds, on the slowest rank."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     calls = dict.fromkeys(contestants, 1)
@@ -84,6 +90,7 @@ def _medians(group: Group, contestants: dict, array: np.ndarray) -> dict[str, fl
             start = time.perf_counter()
             for _ in range(calls[name]):
                 run(array)
+            synchronize()
             seconds = (time.perf_counter() - start) / calls[name]
             if number < 2:  # to warm up, and to find how many calls make a round
                 slowest = float(group.allreduce(np.array([seconds]), "max")[0])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+from mpiparallel import backend
 from mpiparallel import settings as settings_module
 from mpiparallel.errors import UserError
 from mpiparallel.pipeline import schedules
@@ -25,14 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(measure=measure, base=base, table=_table)
         return command
 
-    add("matmul", "matrix products of all ranks at the same time", _matmul, Settings(), ["dtype"])
+    add(
+        "matmul",
+        "matrix products of all ranks at the same time",
+        _matmul,
+        Settings(),
+        ["dtype", "backend"],
+    )
 
     allreduce = add(
         "allreduce",
         "our all-reduces beside MPI's, from 8 bytes to 64 MiB, on all ranks",
         _allreduce,
         Settings(),
-        ["dtype"],
+        ["dtype", "backend"],
     )
     allreduce.add_argument(
         "--bytes", type=int, nargs="+", metavar="N", help="sizes to measure instead"
@@ -46,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a training step, as a share of the matmul rate",
         _step,
         Settings(layers=6, heads=6, hidden=384, seq_len=256, global_batch=8, steps=5),
-        [*mesh, *model, "steps", "dtype", "allreduce"],
+        [*mesh, *model, "steps", "dtype", "backend", "allreduce"],
     )
 
     pipeline = add(
@@ -54,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the bubble of a schedule over all ranks, with sleep for compute",
         _pipeline,
         Settings(micro_batches=8, steps=3),
-        ["schedule", "stages_per_rank", "micro_batches", "steps"],
+        ["schedule", "stages_per_rank", "micro_batches", "steps", "backend"],
     )
     for flag, value in (("forward", 20.0), ("backward", 40.0)):
         pipeline.add_argument(
@@ -93,9 +100,11 @@ def measure(arguments: argparse.Namespace, mesh, settings: Settings) -> None:
     result: dict[str, Any] = arguments.measure(arguments, mesh, settings)
     if mesh.rank != 0:
         return
+    result["backend"] = backend.current().name
     if arguments.json:
         print(json.dumps(result))
     else:
+        print(backend.current().reason)
         print(arguments.table(result))
 
 

@@ -6,24 +6,30 @@ import time
 
 import numpy as np
 
+from mpiparallel import backend
 from mpiparallel.backend import xp
 from mpiparallel.mesh import Mesh
 
 
-def matmul_rate(dtype: str, *, seconds: float, size: int = 1024) -> float:
+def matmul_rate(dtype: str, *, seconds: float, size: int | None = None) -> float:
     """FLOP/s of products of two (size, size) matrices on this rank: the mean over repetitions for
-    `seconds`, at least three. No message."""
+    `seconds`, at least three. No message. size : what fills the backend's processor, if None."""
+    size = size or backend.current().matmul_size
     generator = np.random.default_rng(0)
-    a = xp.asarray(generator.standard_normal((size, size)), dtype)
-    b = xp.asarray(generator.standard_normal((size, size)), dtype)
+    a, b = (
+        backend.from_host(generator.standard_normal((size, size)).astype(dtype)) for _ in range(2)
+    )
     out = xp.empty_like(a)
     xp.matmul(a, b, out=out)
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
+    backend.synchronize()
+    spent, count = 0.0, 0
+    while spent < seconds or count < 3:
         start = time.perf_counter()
         xp.matmul(a, b, out=out)
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 * len(times) / sum(times)
+        backend.synchronize()
+        spent += time.perf_counter() - start
+        count += 1
+    return 2 * size**3 * count / spent
 
 
 def matmul_peak(mesh: Mesh, dtype: str, *, seconds: float = 0.2) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiparallel.backend import synchronize
 from mpiparallel.bench.matmul import matmul_peak
 from mpiparallel.data import Batch
 from mpiparallel.mesh import Mesh
@@ -37,6 +38,7 @@ def measure_step(mesh: Mesh, settings: Settings) -> dict[str, Any]:
         rates.append(matmul_peak(mesh, settings.dtype))
         start = time.perf_counter()
         trainer.step(batch, settings.lr)
+        synchronize()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     slowest = float(mesh.world.allreduce(np.array([median]), "max")[0])

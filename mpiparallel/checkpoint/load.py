@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpiparallel.backend import from_host
+from mpiparallel.backend import from_host, on_host
 from mpiparallel.checkpoint.boxes import Piece
 from mpiparallel.checkpoint.manifest import Manifest
 from mpiparallel.checkpoint.save import sha256
@@ -74,7 +74,7 @@ def load(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
             if not np.isfinite(values).all():
                 raise UserError(f"{path}: {piece.name} has a value that is NaN or infinite")
             target[common.within(piece.box)] = values
-        piece.array[...] = from_host(target)
+        piece.array[...] = target if on_host(piece.array) else from_host(target)
 
 
 def _code(dtype: str) -> str:

@@ -3,7 +3,8 @@
 Each of these sums n bytes over p ranks in place, and leaves the same bits on all of them:
 
     algorithm            bytes that a rank sends                        what `auto` takes it for
-    window               none: memory, counted as a ring's              a node's ranks, up to 32 MiB
+    window               none: memory, counted as a ring's              ranks of a node up to 32 MiB
+                                                                        (device arrays: as below)
     mpi                  what MPI_Allreduce does, counted as a ring     up to 256 KiB elsewhere
     hierarchical         2(m-1)/m n inside, 2(k-1)/k n/m across         k nodes of m ranks
     ring                 2(p-1)/p n                                     others
@@ -21,12 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 
 import numpy as np
 from mpi4py import MPI
 
+from mpiparallel.backend import on_host
 from mpiparallel.comm import half, hierarchical, recursive_doubling, ring
-from mpiparallel.comm.group import Group, Pending
+from mpiparallel.comm.group import Group
+from mpiparallel.comm.pending import Pending
 from mpiparallel.comm.ring import Steps, run
 
 # Bytes. Beyond, the ring is steadier: at 64 MiB 1.7 to 3.1 times MPI_Allreduce, this 0.7 to 4.
@@ -49,7 +53,7 @@ def allreduce_steps(
     Raises ValueError for an array that is not contiguous or not writable, for an unknown algorithm,
     and for one that the group's nodes do not have; TypeError for a dtype without a sum.
     """
-    if not (array.flags.c_contiguous and array.flags.writeable):
+    if not (array.flags.c_contiguous and (not on_host(array) or array.flags.writeable)):
         raise ValueError("allreduce works in place: the array must be contiguous and writable")
     flat = array.reshape(-1)
     if algorithm not in ("auto", *ALGORITHMS):
@@ -58,11 +62,12 @@ def allreduce_steps(
         bits = flat.view(np.uint16)
         return _as_float32(group, bits, half.widen, half.narrow, algorithm)
     if flat.dtype == np.float16:
-        return _as_float32(group, flat, np.float32, np.float16, algorithm)
+        wide, back = methodcaller("astype", np.float32), methodcaller("astype", np.float16)
+        return _as_float32(group, flat, wide, back, algorithm)
     if flat.dtype.kind not in "biufc":
         raise TypeError(f"there is no sum of dtype {flat.dtype}")
     if algorithm == "auto":
-        algorithm = choose(group, flat.nbytes)
+        algorithm = choose(group, flat.nbytes, on_host(flat))
     if algorithm == "mpi":
         return _wait_for(group.iallreduce(flat, out=flat))
     group.ledger.add(group.axis, "allreduce", calls=1)
@@ -70,8 +75,11 @@ def allreduce_steps(
         return iter(())
     tag, layout = group.next_tag(), group.layout
     if algorithm == "window":
-        if layout is None or layout.window is None:
-            raise ValueError(f"the ranks of axis {group.axis} are not known to share a node")
+        if layout is None or layout.window is None or not on_host(flat):
+            raise ValueError(
+                f"the ranks of axis {group.axis} are not known to share a node, or the array is "
+                "not in its memory"
+            )
         return layout.window.allreduce_steps(flat)
     if algorithm == "hierarchical":
         if layout is None or layout.grid is None:
@@ -88,7 +96,7 @@ def allreduce_steps(
 def allreduce(group: Group, array, algorithm: str = "auto", *, bfloat16: bool = False) -> None:
     """The same, run through: when it returns, `array` is the sum."""
     layout = group.layout
-    if algorithm == "auto" and layout is not None and not bfloat16:
+    if algorithm == "auto" and layout is not None and not bfloat16 and on_host(array):
         window = layout.window
         if window is not None and window.allreduce_at_once(array):
             return
@@ -96,14 +104,16 @@ def allreduce(group: Group, array, algorithm: str = "auto", *, bfloat16: bool = 
 
 
 def library_allreduce(group: Group) -> Callable:
-    """f(array): MPI_Allreduce in place on the bare communicator, to be measured against."""
-    return partial(group.communicator.Allreduce, MPI.IN_PLACE)
+    """f(array): MPI_Allreduce in place on the bare communicator, to be measured against; of a
+    device array by its transport."""
+    bare = partial(group.communicator.Allreduce, MPI.IN_PLACE)
+    return lambda array: bare(array) if on_host(array) else group.allreduce(array, out=array)
 
 
-def choose(group: Group, nbytes: int) -> str:
+def choose(group: Group, nbytes: int, in_host_memory: bool = True) -> str:
     """The algorithm that `auto` is for `nbytes` bytes. The same on every rank; no message."""
     layout = group.layout
-    if layout is not None and layout.window is not None:
+    if layout is not None and layout.window is not None and in_host_memory:
         return "window" if nbytes <= WINDOW_UP_TO else "ring"
     if nbytes <= LIBRARY_UP_TO:
         return "mpi"

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpiparallel.backend import library_of
+
 
 def is_bfloat16(dtype: np.dtype) -> bool:
     """Whether this is the dtype that ml_dtypes and its users register; none of them is needed."""
     return dtype.name == "bfloat16"
 
 
-def widen(bits: np.ndarray) -> np.ndarray:
+def widen(bits):
     """bfloat16, as uint16 bits, to float32: exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def narrow(values: np.ndarray) -> np.ndarray:
+def narrow(values):
     """float32 to bfloat16, as uint16 bits: to the nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+    library = library_of(values)
+    return library.where(library.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)

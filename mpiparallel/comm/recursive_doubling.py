@@ -15,7 +15,7 @@ array to the even one, which takes part for both and hands back the sum. In ever
 computed on both sides, once as b + a, which is the same bits; so all ranks end with the same.
 """
 
-from mpiparallel.backend import xp
+from mpiparallel.backend import library_of
 from mpiparallel.comm.group import Group
 from mpiparallel.comm.ring import Steps
 
@@ -47,7 +47,7 @@ def allreduce_steps(group: Group, flat, tag: int = 0) -> Steps:
         summed.wait()
         return
 
-    other = xp.empty_like(flat)
+    other = library_of(flat).empty_like(flat)
     if rank < 2 * pairs:
         taken = receive(other, rank + 1)
         yield (taken,)

@@ -23,8 +23,9 @@ blocking; to resume it only when its messages have arrived is to overlap it with
 
 from collections.abc import Iterator
 
-from mpiparallel.backend import xp
-from mpiparallel.comm.group import Group, Pending
+from mpiparallel.backend import library_of
+from mpiparallel.comm.group import Group
+from mpiparallel.comm.pending import Pending
 
 Steps = Iterator[tuple[Pending, ...]]
 
@@ -46,7 +47,7 @@ def reduce_scatter_steps(
     rank, size = group.rank, group.size
     bounds = chunk_bounds(flat.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
-    scratch = xp.empty(-(-flat.size // size), flat.dtype)
+    scratch = library_of(flat).empty(-(-flat.size // size), flat.dtype)
     for step in range(size - 1):
         leaving = _chunk(flat, bounds, rank - step - 1)
         arriving = _chunk(flat, bounds, rank - step - 2)

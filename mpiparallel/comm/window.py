@@ -31,8 +31,9 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from mpiparallel.comm.group import POLLS, Group, Pending, yield_processor
+from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import ring_bytes
+from mpiparallel.comm.pending import POLLS, Pending, yield_processor
 from mpiparallel.comm.ring import Steps, chunk_bounds, run
 
 SMALL = 64 * 1024  # bytes that one barrier moves faster than two

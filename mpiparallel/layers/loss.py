@@ -15,6 +15,7 @@ Backward needs no message for the logits (softmax minus one at the label), and o
 from mpiparallel.backend import xp
 from mpiparallel.comm.group import Group
 from mpiparallel.layers import Later, now
+from mpiparallel.layers.linear import times
 from mpiparallel.parameter import Parameter
 
 IGNORE = -100  # the label of a position that has no loss and no gradient
@@ -29,7 +30,7 @@ class VocabParallelLogits:
 
     def forward(self, x):
         """x (B, S, H), whole -> logits (B, S, V/t), cut."""
-        logits = xp.matmul(x, self.table.data.T)
+        logits = times(x, self.table.data.T)
         rows = len(self.table.data)
         real = max(0, min(rows, self.table.shape[0] - self.tp.rank * rows))
         logits[..., real:] = -xp.inf
@@ -38,7 +39,7 @@ class VocabParallelLogits:
     def backward(self, dlogits, saved, later: Later = now):
         """dlogits (B, S, V/t), cut -> dx (B, S, H), whole."""
         x = saved
-        dx = xp.matmul(dlogits, self.table.data)
+        dx = times(dlogits, self.table.data)
         self.tp.allreduce(dx, out=dx)
         later(self._add_gradient, dlogits, x)
         return dx
@@ -68,12 +69,13 @@ class VocabParallelCrossEntropy:
         width = logits.shape[-1]
         local = labels - self.tp.rank * width
         here = (local >= 0) & (local < width) & valid
-        where = (*xp.nonzero(here), local[here])
+        rows = xp.nonzero(here)
+        where = (*rows, local[rows])
 
         largest = self.tp.allreduce(logits.max(-1), "max")
         logits -= largest[..., None]
         target = xp.zeros(labels.shape, logits.dtype)
-        target[here] = logits[where]
+        target[rows] = logits[where]
         self.tp.allreduce(target, out=target)
         exponentials = xp.exp(logits, out=logits)
         total = self.tp.allreduce(exponentials.sum(-1))

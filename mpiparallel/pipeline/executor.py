@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mpiparallel.backend import xp
-from mpiparallel.comm.group import Group, Pending
+from mpiparallel.backend import from_host, synchronize, xp
+from mpiparallel.comm.group import Group
+from mpiparallel.comm.pending import Pending
 from mpiparallel.layers import Later, now
 from mpiparallel.pipeline.action import Action
 from mpiparallel.pipeline.messages import Message, PostReceive, Send, WaitReceive
@@ -30,7 +31,8 @@ from mpiparallel.pipeline.messages import Message, PostReceive, Send, WaitReceiv
 
 @dataclass
 class MicroBatch:
-    """tokens and labels, both (b, S) integers; labels are None where only logits are wanted."""
+    """tokens and labels, both (b, S) integers in host memory, as the corpus has them; labels are
+    None where only logits are wanted. The stage that needs them takes them to the device."""
 
     tokens: Any
     labels: Any = None
@@ -107,6 +109,7 @@ class Executor:
                     self.pp.watch.action = entry
                     start = time.perf_counter()
                     self._act(entry)
+                    synchronize()  # so that the span is of the work, and not of telling a device
                     end = time.perf_counter()
                     self.outcome.spans.append((entry, start, end))
                     self.pp.watch.worked(entry.kind, start, end)
@@ -137,8 +140,9 @@ class Executor:
     def _forward(self, stage: int, micro_batch: int) -> None:
         layers, batch = self.model.stages[stage], self.micro_batches[micro_batch]
         came = ("activation", stage, micro_batch)
-        x = batch.tokens if layers.is_first else self.arrays.pop(came)
-        y, saved = layers.forward(x, batch.labels)
+        x = from_host(batch.tokens) if layers.is_first else self.arrays.pop(came)
+        wanted = layers.is_last and batch.labels is not None
+        y, saved = layers.forward(x, from_host(batch.labels) if wanted else None)
         if self.keeps:
             self.saved[stage, micro_batch] = saved
         if layers.is_last:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from mpiparallel import backend
 from mpiparallel.bench.matmul import matmul_peak
 from mpiparallel.comm.ledger import Ledger
 from mpiparallel.comm.trace import Trace
@@ -70,6 +71,7 @@ class RunLog:
             f"{self.config.parameters:,} parameters, {self.config.layers} layers on dp={s.dp} x "
             f"pp={s.pp} x tp={s.tp} = {mesh.size} ranks, {mesh.nodes} node"
             f"{'s' if mesh.nodes > 1 else ''}, BLAS threads per rank: {blas}\n"
+            f"{backend.current().reason}\n"
             f"{train_tokens:,} training tokens, {tokenizer_size} different; "
             f"{s.global_batch} x {s.seq_len} tokens a step, {s.micro_batches} micro-batches, "
             f"schedule {s.schedule}; matmul peak {self.peak / 1e9:.0f} GFLOP/s"

@@ -1,11 +1,16 @@
-"""How tests behave under mpirun: one voice, and no rank left waiting.
+"""How tests behave under mpirun: one voice, no rank left waiting, and on which arrays.
+
+MPIPARALLEL_TEST_BACKEND=strict runs them all on the stand-in for device arrays of strict_array.py,
+=cupy on a GPU; the package itself does not know the variable.
 
 Ranks other than 0 are silent. The first rank on which a test fails says so, with its number, and
 ends the job: the others may be waiting for it. A rank that hangs is ended by pytest-timeout.
 """
 
 import io
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,12 +18,27 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpiparallel import backend
+from mpiparallel.backend import choice
 from mpiparallel.cli import FirstFailure
 from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
 
 WORLD = MPI.COMM_WORLD
 FIRST_FAILURE = FirstFailure(WORLD)
+BACKEND = os.environ.get("MPIPARALLEL_TEST_BACKEND", "numpy")
+# How device arrays reach MPI in tests that take `world`; for a rank alone there is one way.
+WAYS = ["staged", "direct", "nccl"] if BACKEND == "strict" and WORLD.size > 1 else ["as chosen"]
+
+if BACKEND == "strict":
+    import strict_array
+
+    sys.modules.update(strict_array.modules())
+    os.environ[choice.AWARE] = "0"
+if BACKEND != "numpy":
+    choice.choose("cupy", WORLD)
+if BACKEND == "strict":
+    backend.current().kernels = strict_array.kernels
 
 
 @pytest.hookimpl(trylast=True)
@@ -41,8 +61,19 @@ def pytest_unconfigure(config):
     FIRST_FAILURE.forget()
 
 
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """How device arrays reach MPI in this test."""
+    if request.param == "direct":
+        monkeypatch.setattr(backend.current(), "gpu_aware", True)
+        monkeypatch.setattr(strict_array.STREAM, "pointers", True)
+    if request.param == "nccl":
+        monkeypatch.setattr(backend.current(), "device", WORLD.rank)
+    return request.param
+
+
 @pytest.fixture
-def world():
+def world(way):
     """All ranks as a Group with a ledger of its own."""
     group = Group(WORLD.Dup(), "world", ledger=Ledger(), timeout=20)
     yield group

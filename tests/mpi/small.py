@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import reference
 from conftest import WORLD
+from memory import host
 
 from mpiparallel import settings as settings_module
 from mpiparallel.checkpoint.boxes import Box
@@ -84,7 +85,7 @@ def gather(made, what="weights"):
         stand_in = SimpleNamespace(first=first, second=first)
         pieces = (p for p in moment_pieces(state, stand_in, mesh) if p.name.endswith("/first"))
     mine = [(p.name.removesuffix("/first" * (what == "gradients")), p) for p in pieces if p.owned]
-    packed = [(name, p.shape, p.box, np.array(p.array)) for name, p in mine]
+    packed = [(name, p.shape, p.box, np.array(host(p.array))) for name, p in mine]
     every = mesh.world.communicator.gather(packed)
     if every is None:
         return None

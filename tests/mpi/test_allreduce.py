@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+from memory import close, device, equal
 from mpi4py import MPI
 
+from mpiparallel import backend
 from mpiparallel.comm import half, recursive_doubling, window
 from mpiparallel.comm.allreduce import allreduce, allreduce_steps, choose
-from mpiparallel.comm.group import CommunicationTimeout, Group
+from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
 from mpiparallel.comm.node import NodeLayout
+from mpiparallel.comm.pending import CommunicationTimeout
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -62,6 +65,11 @@ def contributions(size, length, dtype):
     return (np.arange(size * length) % 11).reshape(size, length).astype(dtype)
 
 
+def given(array, algorithm):
+    """A copy to be summed: on the device, but for the window, which is memory of the host."""
+    return array.copy() if algorithm == "window" else device(array.copy())
+
+
 LENGTHS = (0, 1, 2, 3, 7, 8, 127, 1000, 6001)
 DTYPES = ("int64", "uint8", "int16", "float32", "float64", "float16", "complex128", "bool")
 
@@ -73,10 +81,10 @@ def test_every_element_of_any_length_and_dtype_is_summed(group, algorithm):
     for dtype in DTYPES:
         for length in LENGTHS:
             every = contributions(group.size, length, dtype)
-            mine = every[group.rank].copy()
+            mine = given(every[group.rank], algorithm)
             allreduce(group, mine, algorithm)
             expected = every.sum(0, dtype=dtype)
-            np.testing.assert_array_equal(mine, expected, err_msg=f"{length} of {dtype}")
+            equal(mine, expected, f"{length} of {dtype}")
 
 
 @cases
@@ -85,10 +93,10 @@ def test_all_ranks_end_with_the_same_bits_and_get_them_again(group, algorithm):
         return
     for length in (5, 999, 5003):
         every = np.random.default_rng(3).standard_normal((group.size, length), "float32")
-        first, second = every[group.rank].copy(), every[group.rank].copy()
+        first, second = (given(every[group.rank], algorithm) for _ in range(2))
         allreduce(group, first, algorithm)
         allreduce(group, second, algorithm)
-        np.testing.assert_allclose(first, every.sum(0, dtype="float64"), rtol=0, atol=1e-5)
+        close(first, every.sum(0, dtype="float64"), rtol=0, atol=1e-5)
         assert len(set(group.communicator.allgather(first.tobytes()))) == 1
         assert first.tobytes() == second.tobytes()
 
@@ -98,16 +106,19 @@ def test_arrays_of_any_shape_are_summed_in_place(group, algorithm):
     if group is None:
         return
     for shape in ((), (3, 5), (2, 0), (40, 2, 30)):
-        array = np.full(shape, group.rank + 1.0)
+        array = given(np.full(shape, group.rank + 1.0), algorithm)
         allreduce(group, array, algorithm)
-        np.testing.assert_array_equal(array, group.size * (group.size + 1) / 2)
+        equal(array, group.size * (group.size + 1) / 2)
 
 
 @cases
 def test_several_under_way_at_once_keep_apart(group, algorithm):
     if group is None:
         return
-    arrays = [np.full(length, 1.0 + number) for number, length in enumerate((900, 5, 2000, 0, 40))]
+    arrays = [
+        given(np.full(length, 1.0 + number), algorithm)
+        for number, length in enumerate((900, 5, 2000, 0, 40))
+    ]
     # Each rank resumes them in another order, as soon as their messages are there.
     running = [(allreduce_steps(group, array, algorithm), ()) for array in arrays]
     order = np.random.default_rng(group.rank)
@@ -118,7 +129,7 @@ def test_several_under_way_at_once_keep_apart(group, algorithm):
         if needed is not None:
             running.append((steps, needed))
     for number, array in enumerate(arrays):
-        np.testing.assert_array_equal(array, (1.0 + number) * group.size)
+        equal(array, (1.0 + number) * group.size)
 
 
 @cases
@@ -131,7 +142,7 @@ def test_the_ledger_counts_one_call_and_the_bytes_that_were_sent(group, algorith
         group.ledger = Ledger()
         for part in group.layout.grid or ():
             part.ledger = group.ledger
-        allreduce(group, np.zeros(length, "float32"), algorithm)
+        allreduce(group, given(np.zeros(length, "float32"), algorithm), algorithm)
         [row] = group.ledger.rows()
         assert (row["axis"], row["op"], row["calls"]) == ("dp", "allreduce", 1)
         n, sent = 4 * length, row["bytes"]
@@ -155,10 +166,10 @@ def test_long_arrays_cross_between_nodes_as_a_ring(monkeypatch):
     inside, across = group.layout.grid
     assert (inside.size, across.size) == (2, p // 2)
     assert choose(group, 10**6) == "hierarchical"
-    array = np.full(8 * p, 1.0)
+    array = device(np.full(8 * p, 1.0))
     across.ledger = Ledger()
     allreduce(group, array, "hierarchical")
-    np.testing.assert_array_equal(array, p)
+    equal(array, p)
     # Half of the array, 2 (k-1)/k times: a node of two sends 2 (k-1)/k of the array.
     nodes, half_array = p // 2, array.nbytes // 2
     assert across.ledger.row("dp", "allreduce").bytes == 2 * (nodes - 1) * half_array // nodes
@@ -173,12 +184,12 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(algorithm):
         mine = np.array([large if group.rank == 0 else 1.0], "float32")
         exact = np.array([large + group.size - 1], "float32")
         if to_bits is None:
-            bits = half.narrow(mine)
+            bits = half.narrow(device(mine))
             allreduce(group, bits, algorithm, bfloat16=True)
             assert bits.dtype == np.uint16
             assert bits[0] == half.narrow(exact)[0]
         else:
-            array = mine.astype(to_bits)
+            array = device(mine.astype(to_bits))
             allreduce(group, array, algorithm)
             assert array[0] == exact.astype(to_bits)[0]
     group.free()
@@ -208,12 +219,13 @@ def test_auto_goes_by_size_and_nodes():
         assert choose(group, 10**6) == algorithm, node_of
         assert choose(group, 10**8) == ("ring" if algorithm == "window" else algorithm)
         assert choose(group, 8) == ("window" if algorithm == "window" else "mpi")
+        assert choose(group, 8, in_host_memory=False) == "mpi"
         group.free()
 
 
 def test_what_cannot_be_summed_is_refused_on_every_rank(world):
     with pytest.raises(ValueError, match="contiguous"):
-        allreduce(world, np.ones((4, 4)).T)
+        allreduce(world, device(np.ones((4, 4))).T)
     with pytest.raises(ValueError, match="writable"):
         allreduce(world, np.broadcast_to(1.0, (1,)))
     with pytest.raises(ValueError, match="use auto or one of window"):
@@ -221,6 +233,9 @@ def test_what_cannot_be_summed_is_refused_on_every_rank(world):
     with pytest.raises(TypeError, match="no sum of dtype"):
         allreduce(world, np.array(["a"]))
     if world.size > 1:
+        if backend.current().name == "cupy":
+            with pytest.raises(ValueError, match="not in its memory"):
+                allreduce(world, device(np.ones(3)), "window")
         with pytest.raises(ValueError, match="share a node"):
             allreduce(world, np.ones(3), "window")
         with pytest.raises(ValueError, match="several nodes"):

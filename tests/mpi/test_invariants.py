@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import WORLD, factorings
+from memory import close, device, equal, host
 from small import batch, gather, trainer
 
 from mpiparallel.comm.group import Group
@@ -28,12 +29,12 @@ pytestmark = pytest.mark.mpi(min_size=1)
 
 def parameter(name, gradient, layout=None, holders=(), tp=None):
     """A parameter with a given gradient on this rank."""
-    gradient = np.atleast_1d(np.asarray(gradient, float))
+    gradient = np.atleast_1d(np.array(gradient, float))
     layout = layout or Layout()
     size = tp.size if tp else 1
     shape = (gradient.size * (size if layout.cut == 0 else 1),)
     made = Parameter(name, shape, layout, "zeros", tp.rank if tp else 0, size, holders)
-    made.data, made.grad = np.zeros_like(gradient), gradient
+    made.data, made.grad = device(np.zeros_like(gradient)), device(gradient)
     return made
 
 
@@ -101,7 +102,7 @@ def test_three_holders_of_a_tied_parameter_get_the_same_bits():
         results = WORLD.allgather(mine[0].grad.tobytes() if mine else None)
         assert len(set(results[:3])) == 1
         for tied in mine:
-            np.testing.assert_allclose(tied.grad, right, rtol=1e-14)
+            close(tied.grad, right, rtol=1e-14)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "mpi"])
@@ -115,10 +116,10 @@ def test_accumulated_gradients_are_averaged_once_two_steps_in_a_row(
     for _ in range(2):
         state.start_step(micro_batches=3)
         for micro_batch in (1.0, 2.0, 3.0):
-            weight.add_grad(np.full(world.size, micro_batch))
+            weight.add_grad(device(np.full(world.size, micro_batch)))
         state.finish_gradients()
         [shard] = state.shards()
-        np.testing.assert_array_equal(shard.grad, 6.0)
+        equal(shard.grad, np.full(shard.grad.shape, 6.0))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -127,7 +128,7 @@ def test_the_norm_of_a_sharded_gradient_counts_what_a_rank_owns():
     with Mesh(2, WORLD.size // 2, 1) as mesh:
         weight = parameter("weight", [0.0, 0.0])
         state = state_of([weight], mesh.dp, stage=1)
-        state.gradient_shards[state.buckets[0]][...] = [3.0, 4.0][mesh.dp.rank]
+        state.gradient_shards[state.buckets[0]][...] = device([3.0, 4.0])[mesh.dp.rank]
         state.buckets[0].gradients[1 - mesh.dp.rank] = 1e9
         squares = mesh.dp.allreduce(np.array([state.square_sum(0)]))
         assert squares[0] == 25.0
@@ -138,7 +139,7 @@ def test_accumulation_divides_by_nothing_of_its_own():
     weight = parameter("weight", 0.0)
     weight.zero_grad()
     for _ in range(4):
-        weight.add_grad_matmul(np.array([[0.25]]), np.array([1.0]))
+        weight.add_grad_matmul(device(np.array([[0.25]])), device(np.array([1.0])))
     assert weight.grad[0] == 1.0
 
 
@@ -163,7 +164,7 @@ def test_the_loss_is_the_sum_over_valid_tokens_by_their_global_count(mesh):
     if gradients is not None:
         for name, gradient in gradients.items():
             total = parts[0][1][name] + parts[1][1][name]
-            np.testing.assert_allclose(gradient, total, atol=1e-12 * np.abs(total).max() + 1e-15)
+            close(gradient, total, atol=1e-12 * np.abs(total).max() + 1e-15)
 
 
 def test_adam_steps_are_one_count_and_each_update_is_lr():
@@ -172,7 +173,7 @@ def test_adam_steps_are_one_count_and_each_update_is_lr():
     for step in range(1, 6):
         optimizer.step(0.1)
         for weight in weights:
-            np.testing.assert_allclose(weight.data, -0.1 * step, rtol=1e-6)
+            close(weight.data, -0.1 * step, rtol=1e-6)
 
 
 def test_the_optimizer_follows_a_loaded_weight():
@@ -219,13 +220,13 @@ def test_a_receive_buffer_keeps_dtype_and_values_through_three_stages(world):
     if world.rank >= 3:
         return
     for dtype in ("float32", "float64"):
-        buffer = np.arange(4, dtype=dtype) + 0.1
-        sent = buffer.copy()
+        sent = np.arange(4).astype(dtype) + np.dtype(dtype).type(0.1)
+        buffer = device(sent)
         if world.rank > 0:
-            buffer = world.recv(np.empty(4, dtype), world.rank - 1)
+            buffer = world.recv(device(np.empty(4, dtype)), world.rank - 1)
         if world.rank < 2:
             world.send(buffer, world.rank + 1)
-        np.testing.assert_array_equal(buffer, sent)
+        equal(buffer, sent)
         assert buffer.dtype == dtype
 
 
@@ -249,5 +250,5 @@ def test_cutting_and_joining_is_the_identity_for_every_parameter(tp):
         for number, made in enumerate(model.parameters):
             values = np.random.default_rng(number).standard_normal(made.shape)
             made.load(values)
-            shards = mesh.tp.communicator.allgather(made.data)
-            np.testing.assert_array_equal(made.layout.join(shards, made.shape), values)
+            shards = mesh.tp.communicator.allgather(host(made.data))
+            equal(made.layout.join(shards, made.shape), values)

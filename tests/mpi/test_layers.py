@@ -5,6 +5,7 @@ All ranks of the run are one tensor group. The loss of a layer is sum(y * r) for
 
 import numpy as np
 import pytest
+from memory import close, device, equal, host
 from mpi4py import MPI
 
 from mpiparallel.comm.group import Group
@@ -34,12 +35,12 @@ def fill(parameters, seed=3):
     for parameter in parameters:
         generator = np.random.default_rng([seed, *parameter.name.encode()])
         parameter.load(generator.standard_normal(parameter.shape) * 0.5)
-        parameter.grad = np.zeros_like(parameter.data)
+        parameter.grad = device(np.zeros(parameter.local_shape))
 
 
 def whole(parameter, tp, what):
     """The global array of a parameter's data or grad, on every rank."""
-    shards = tp.communicator.allgather(getattr(parameter, what))
+    shards = tp.communicator.allgather(host(getattr(parameter, what)))
     return parameter.layout.join(shards, parameter.shape)
 
 
@@ -51,13 +52,12 @@ class EmbeddingOf:
         self.parameters = self.layer.parameters
 
     def forward(self, x):
-        return self.layer.forward(
-            np.abs(100 * np.sin(np.arange(B * S))).astype(int).reshape(B, S) % V
-        )
+        tokens = np.abs(100 * np.sin(np.arange(B * S))).astype(int).reshape(B, S) % V
+        return self.layer.forward(device(tokens))
 
     def backward(self, dy, saved):
         self.layer.backward(dy, saved)
-        return np.zeros_like(dy)
+        return device(np.zeros(dy.shape))
 
 
 class LossOf:
@@ -72,13 +72,13 @@ class LossOf:
         labels = np.arange(B * S).reshape(B, S) % V
         labels[0, 2] = IGNORE
         logits, output = self.output.forward(x)
-        losses, loss = self.loss.forward(logits, labels)
-        return losses[..., None] * np.ones(H), (output, loss)
+        losses, loss = self.loss.forward(logits, device(labels))
+        return losses[..., None] * device(np.ones(H)), (output, loss)
 
     def backward(self, dy, saved):
         output, loss = saved
-        assert np.ptp(dy) == 0, "the loss is scaled by one number"
-        return self.output.backward(self.loss.backward(H * dy.flat[0], loss), output)
+        assert np.ptp(host(dy)) == 0, "the loss is scaled by one number"
+        return self.output.backward(self.loss.backward(H * float(dy[0, 0, 0]), loss), output)
 
 
 class ColumnsThenRows:
@@ -117,12 +117,12 @@ def layer_input(kind, rng):
 
 
 def run(layer, x, r):
-    """sum(y * r), y and dx, with the gradients left in the parameters."""
-    y, saved = layer.forward(x)
-    before = x.copy()
-    dx = layer.backward(r, saved)
-    np.testing.assert_array_equal(x, before, "the input is the caller's")
-    return float((y * r).sum()), y, dx
+    """y and dx as NumPy arrays, with the gradients of sum(y * r) left in the parameters."""
+    given = device(x.copy())
+    y, saved = layer.forward(given)
+    dx = layer.backward(device(r), saved)
+    equal(given, x, "the input is the caller's")
+    return host(y), host(dx)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -132,10 +132,10 @@ def test_a_cut_layer_equals_the_serial_one(world, alone, rng, kind):
     for tp in (alone, world):
         layer = LAYERS[kind](tp)
         fill(layer.parameters)
-        _, y, dx = run(layer, x, r)
+        y, dx = run(layer, x, r)
         results.append([y, dx, *(whole(p, tp, "grad") for p in layer.parameters)])
     for serial, cut in zip(*results, strict=True):
-        np.testing.assert_allclose(cut, serial, rtol=1e-11, atol=1e-11)
+        close(cut, serial, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -143,7 +143,7 @@ def test_a_layer_equals_central_differences(world, rng, kind):
     x, r = layer_input(kind, rng)
     layer = LAYERS[kind](world)
     fill(layer.parameters)
-    _, _, dx = run(layer, x, r)
+    _, dx = run(layer, x, r)
     gradients = {p.name: whole(p, world, "grad") for p in layer.parameters}
     values = {p.name: whole(p, world, "data") for p in layer.parameters}
 
@@ -151,8 +151,8 @@ def test_a_layer_equals_central_differences(world, rng, kind):
         """The loss with everything moved by scale * direction."""
         for parameter in layer.parameters:
             parameter.load(values[parameter.name] + scale * direction[parameter.name])
-        y, _ = layer.forward(x + scale * direction["x"])
-        return float((y * r).sum())
+        y, _ = layer.forward(device(x + scale * direction["x"]))
+        return float((host(y) * r).sum())
 
     # Along random directions, of x and of each parameter alone, then of all together.
     for name in ["x", *values]:
@@ -171,12 +171,12 @@ def test_column_parallel_sums_the_input_gradient_once_and_weights_not_at_all(wor
     layer = ColumnParallelLinear("layer", 4, 16, world, 0.1)
     fill(layer.parameters)
     layer.weight.load(w)
-    y, saved = layer.forward(x)
+    y, saved = layer.forward(device(x))
     columns = slice(world.rank * 16 // world.size, (world.rank + 1) * 16 // world.size)
-    np.testing.assert_allclose(y - layer.bias.data, (x @ w)[:, columns], rtol=1e-12, atol=1e-12)
-    dx = layer.backward(r[:, columns].copy(), saved)
-    np.testing.assert_allclose(dx, r @ w.T, rtol=1e-11, atol=1e-12)
-    np.testing.assert_allclose(layer.weight.grad, (x.T @ r)[:, columns], rtol=1e-12, atol=1e-12)
+    close(y - layer.bias.data, (x @ w)[:, columns], rtol=1e-12, atol=1e-12)
+    dx = layer.backward(device(r[:, columns].copy()), saved)
+    close(dx, r @ w.T, rtol=1e-11, atol=1e-12)
+    close(layer.weight.grad, (x.T @ r)[:, columns], rtol=1e-12, atol=1e-12)
     counted = {row["op"]: row["calls"] for row in world.ledger.rows()}
     assert counted == {"allreduce": 1}
 
@@ -186,10 +186,10 @@ def test_row_parallel_adds_its_bias_once(world):
     fill(layer.parameters)
     layer.weight.load(np.zeros((8, 3)))
     layer.bias.load(np.array([100.0, 200.0, 300.0]))
-    y, saved = layer.forward(np.ones((2, 8 // world.size)))
-    np.testing.assert_array_equal(y, [[100, 200, 300]] * 2)
-    layer.backward(np.ones((2, 3)), saved)
-    np.testing.assert_array_equal(layer.bias.grad, [2, 2, 2])
+    y, saved = layer.forward(device(np.ones((2, 8 // world.size))))
+    equal(y, [[100, 200, 300]] * 2)
+    layer.backward(device(np.ones((2, 3))), saved)
+    equal(layer.bias.grad, [2, 2, 2])
 
 
 def test_a_split_backward_gives_the_gradients_of_a_whole_one(world, rng):
@@ -198,18 +198,18 @@ def test_a_split_backward_gives_the_gradients_of_a_whole_one(world, rng):
     for split in (False, True):
         layer = LAYERS["block"](world)
         fill(layer.parameters)
-        _, saved = layer.forward(x)
+        _, saved = layer.forward(device(x))
         if split:
             work = []
-            dx = layer.backward(r, saved, lambda *call, work=work: work.append(call))
+            dx = layer.backward(device(r), saved, lambda *call, work=work: work.append(call))
             for function, *arrays in work:
                 function(*arrays)
             assert len(work) == 4, "one piece of work per linear layer"
         else:
-            dx = layer.backward(r, saved)
+            dx = layer.backward(device(r), saved)
         gradients.append([dx] + [p.grad for p in layer.parameters])
     for one, other in zip(*gradients, strict=True):
-        np.testing.assert_array_equal(one, other)
+        equal(one, other)
 
 
 def test_a_shared_weight_is_counted_once_by_each_use_in_a_split_backward(alone):
@@ -223,13 +223,13 @@ def test_a_shared_weight_is_counted_once_by_each_use_in_a_split_backward(alone):
     def later(function, *arrays):
         work.append((function, arrays))
 
-    inner, saved1 = layer.forward(np.array([[1.1, -0.7]]))
+    inner, saved1 = layer.forward(device(np.array([[1.1, -0.7]])))
     _, saved2 = layer.forward(inner)
-    dx = layer.backward(layer.backward(np.ones((1, 2)), saved2, later), saved1, later)
-    np.testing.assert_allclose(dx, [[-0.12, 0.44]], atol=1e-14)
+    dx = layer.backward(layer.backward(device(np.ones((1, 2))), saved2, later), saved1, later)
+    close(dx, [[-0.12, 0.44]], atol=1e-14)
     for function, arrays in work:
         function(*arrays)
-    np.testing.assert_allclose(layer.weight.grad, [[0.17, 1.05], [-0.57, -1.13]], atol=1e-14)
+    close(layer.weight.grad, [[0.17, 1.05], [-0.57, -1.13]], atol=1e-14)
 
 
 def test_fused_qkv_is_cut_by_heads(world):
@@ -238,18 +238,18 @@ def test_fused_qkv_is_cut_by_heads(world):
     layer.qkv.bias.load(columns)
     own = slice(world.rank * 16 // world.size, (world.rank + 1) * 16 // world.size)
     expected = np.concatenate([part[own] for part in columns.reshape(3, 16)])
-    np.testing.assert_array_equal(layer.qkv.bias.data, expected)
-    np.testing.assert_array_equal(whole(layer.qkv.bias, world, "data"), columns)
+    equal(layer.qkv.bias.data, expected)
+    equal(whole(layer.qkv.bias, world, "data"), columns)
 
 
 def test_attention_sees_no_later_position(world, rng):
     layer = LAYERS["attention"](world)
     fill(layer.parameters)
     x = rng.standard_normal((1, S, H))
-    y, _ = layer.forward(x)
+    y = host(layer.forward(device(x))[0])
     x[0, 3] += 10
-    changed, _ = layer.forward(x)
-    np.testing.assert_array_equal(changed[0, :3], y[0, :3])
+    changed = host(layer.forward(device(x))[0])
+    equal(changed[0, :3], y[0, :3])
     assert (changed[0, 3:] != y[0, 3:]).all()
 
 
@@ -262,16 +262,16 @@ def test_embedding_equals_a_table_lookup_with_any_vocabulary(world, rng, vocabul
     layer = VocabParallelEmbedding(table, S + 1, world, 0.1)
     fill(layer.parameters)
     tokens = rng.integers(0, vocabulary, (B, S))
-    x, saved = layer.forward(tokens)
+    x, saved = layer.forward(device(tokens))
     tokens_table, positions = (whole(p, world, "data") for p in layer.parameters)
-    np.testing.assert_allclose(x, tokens_table[tokens] + positions[:S], rtol=1e-15)
+    close(x, tokens_table[tokens] + positions[:S], rtol=1e-15)
     dx = rng.standard_normal(x.shape)
-    layer.backward(dx, saved)
+    layer.backward(device(dx), saved)
     dtable, dpositions = np.zeros((vocabulary, H)), np.zeros((S + 1, H))
     np.add.at(dtable, tokens, dx)
     dpositions[:S] = dx.sum(0)
-    np.testing.assert_allclose(whole(table, world, "grad"), dtable, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(whole(layer.positions, world, "grad"), dpositions, atol=1e-12)
+    close(whole(table, world, "grad"), dtable, rtol=1e-12, atol=1e-12)
+    close(whole(layer.positions, world, "grad"), dpositions, atol=1e-12)
 
 
 def test_a_token_outside_the_vocabulary_is_an_error(world):
@@ -279,7 +279,7 @@ def test_a_token_outside_the_vocabulary_is_an_error(world):
     fill(layer.parameters)
     for token in (-1, V):
         with pytest.raises(ValueError, match="outside the vocabulary"):
-            layer.forward(np.array([[0, token]]))
+            layer.forward(device(np.array([[0, token]])))
 
 
 def output_and_loss(world, x, labels, vocabulary, scale=1.0):
@@ -287,10 +287,10 @@ def output_and_loss(world, x, labels, vocabulary, scale=1.0):
     table = token_table(vocabulary, x.shape[-1], world, 0.1)
     fill([table])
     output, loss = VocabParallelLogits(table, world), VocabParallelCrossEntropy(vocabulary, world)
-    logits, saved_output = output.forward(x)
-    losses, saved_loss = loss.forward(logits, labels)
+    logits, saved_output = output.forward(device(x))
+    losses, saved_loss = loss.forward(logits, device(labels))
     dx = output.backward(loss.backward(scale, saved_loss), saved_output)
-    return losses, dx, table
+    return host(losses), host(dx), table
 
 
 def serial_cross_entropy(x, table, labels, scale):
@@ -317,15 +317,15 @@ def test_cross_entropy_equals_the_serial_one_with_any_vocabulary(world, rng, voc
     losses, dx, table = output_and_loss(world, x, labels, vocabulary, scale=0.25)
     expected = serial_cross_entropy(x, whole(table, world, "data"), labels, 0.25)
     for ours, right in zip((losses, dx, whole(table, world, "grad")), expected, strict=True):
-        np.testing.assert_allclose(ours, right, rtol=1e-11, atol=1e-12)
+        close(ours, right, rtol=1e-11, atol=1e-12)
 
 
 def test_ignored_labels_give_no_loss_and_exactly_zero_gradient(world, rng):
     x = rng.standard_normal((B, S, H))
     losses, dx, table = output_and_loss(world, x, np.full((B, S), IGNORE), V)
-    np.testing.assert_array_equal(losses, 0)
-    np.testing.assert_array_equal(dx, 0)
-    np.testing.assert_array_equal(table.grad, 0)
+    equal(losses, 0)
+    equal(dx, 0)
+    equal(table.grad, 0)
 
 
 @pytest.mark.parametrize("label", [V, V + 1, -1, -99, 2**31 - 1])
@@ -350,9 +350,9 @@ def test_the_loss_never_sends_the_logits(world, rng):
     before = sum(row["bytes"] for row in world.ledger.rows())
     table = token_table(vocabulary, H, world, 0.1)
     fill([table])
-    logits, _ = VocabParallelLogits(table, world).forward(rng.standard_normal((B, S, H)))
+    logits, _ = VocabParallelLogits(table, world).forward(device(rng.standard_normal((B, S, H))))
     loss = VocabParallelCrossEntropy(vocabulary, world)
-    _, saved = loss.forward(logits, np.zeros((B, S), int))
+    _, saved = loss.forward(logits, device(np.zeros((B, S), int)))
     loss.backward(1.0, saved)
     sent = sum(row["bytes"] for row in world.ledger.rows()) - before
     p = world.size

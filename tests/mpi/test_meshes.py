@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import WORLD, factorings
+from memory import close, equal
 from small import (
     SMALL,
     VOCABULARY,
@@ -84,9 +85,7 @@ def test_three_adamw_steps_equal_the_serial_ones(mesh):
             lambda k: reference.learning_rate(k, lr=1e-2, min_lr=1e-3, warmup=2, steps=3),
         )
         assert all(norm > SMALL.clip for _, norm in history), "clipping is part of the case"
-        np.testing.assert_allclose(
-            [(result.loss, result.grad_norm) for result in results], history, rtol=1e-10
-        )
+        close([(result.loss, result.grad_norm) for result in results], history, rtol=1e-10)
         assert_same(weights, expected, 1e-10)
 
 
@@ -111,7 +110,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(mesh):
                 right = drawn * residual_std
             else:
                 right = drawn * 0.02
-            np.testing.assert_array_equal(whole[parameter], right.astype("float32"), parameter)
+            equal(whole[parameter], right.astype("float32"), parameter)
 
 
 @pytest.mark.parametrize("mesh", factorings())
@@ -140,7 +139,7 @@ def test_float32_follows_float64_to_rounding(mesh):
     for dtype in ("float32", "float64"):
         with trainer(*mesh, layers=layers_for(mesh[1]), dtype=dtype) as made:
             losses[dtype] = [made.step(batch(k), 1e-2).loss for k in range(3)]
-    np.testing.assert_allclose(losses["float32"], losses["float64"], rtol=2e-5)
+    close(losses["float32"], losses["float64"], rtol=2e-5)
 
 
 def test_the_same_run_twice_gives_the_same_bits():

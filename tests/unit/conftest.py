@@ -29,10 +29,13 @@ class Finished(NamedTuple):
 
 @pytest.fixture
 def mpiparallel(tmp_path):
-    """run(ranks, *arguments) runs `mpiparallel` under mpirun in an empty folder."""
+    """run(ranks, *arguments) runs `mpiparallel` under mpirun in an empty folder, from which it
+    imports a sitecustomize.py first."""
     default = str(Path(sys.executable).parent / "mpirun")
     launcher = shlex.split(os.environ.get("MPIRUN", default))
     launcher[0] = str(Path(launcher[0]).resolve()) if "/" in launcher[0] else launcher[0]
+
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def run(ranks, *arguments, env=None):
         command = [*launcher, "-n", str(ranks), sys.executable, "-m", "mpiparallel", *arguments]
@@ -40,7 +43,7 @@ def mpiparallel(tmp_path):
         done = subprocess.run(
             list(map(str, command)),
             cwd=tmp_path,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONPATH": path, **(env or {})},
             capture_output=True,
             text=True,
             timeout=45,
