@@ -1,0 +1,290 @@
+"""The pictures of a run as Altair charts, but for those of one step (step_pictures.py).
+
+One chart is the interactive picture of the page and the PNG. Needs altair, which the extra
+`report` installs; only the command `report` imports this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import altair as alt
+
+from mpiparallel.coordinates import Coordinates
+from mpiparallel.report import look
+
+AXES = tuple(look.AXES)
+MOST_POINTS = 2000  # of a curve; from there on every second, third, .. step is drawn
+
+
+@dataclass
+class Picture:
+    """A section of the report.
+
+    name : of the PNG and of the section. chart : None where the run cannot give it. text : one or
+    two sentences under the title. least_width : pixels below which it scrolls in its own box.
+    table : rows of text under the chart, the head first.
+    """
+
+    name: str
+    title: str
+    text: str
+    chart: Any = None
+    least_width: int = 280
+    table: Sequence[Sequence[str]] = field(default_factory=list)
+
+
+def loss(metrics: list[dict], tokens_per_step: int) -> Picture:
+    """The loss against the step. metrics : rows of metrics.jsonl."""
+    stride = -(-len(metrics) // MOST_POINTS)
+    rows: list[dict] = []
+    for index, row in enumerate(metrics):
+        point = {
+            "step": row["step"],
+            "tokens": f"{row['step'] * tokens_per_step:,}",
+            "rate": row["lr"],
+            "speed": row["tokens_per_second"],
+        }
+        if index % stride == 0 or index == len(metrics) - 1:
+            rows.append({**point, "loss": row["loss"], "curve": "training"})
+        if "val_loss" in row:
+            rows.append({**point, "loss": row["val_loss"], "curve": "validation"})
+    colour = alt.Color(
+        "curve:N",
+        title=None,
+        scale=alt.Scale(
+            domain=["training", "validation"], range=[look.COMPUTE["forward"], look.INK]
+        ),
+        legend=alt.Legend(orient="top"),
+    )
+    nearest = alt.selection_point(
+        name="nearest", nearest=True, on="pointermove", fields=["step"], empty=False
+    )
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d")),
+        y=alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False)),
+    )
+    lines = base.mark_line(strokeWidth=1.8).encode(color=colour)
+    evaluated = base.mark_point(filled=True, size=60, opacity=1).encode(color=colour)
+    dots = base.mark_point(filled=True, size=70).encode(
+        color=colour,
+        opacity=alt.condition(nearest, alt.value(1), alt.value(0)),
+        tooltip=[
+            alt.Tooltip("curve:N", title="loss of"),
+            alt.Tooltip("step:Q", title="step"),
+            alt.Tooltip("loss:Q", title="loss", format=".4f"),
+            alt.Tooltip("tokens:N", title="tokens seen"),
+            alt.Tooltip("rate:Q", title="learning rate", format=".2e"),
+            alt.Tooltip("speed:Q", title="tokens/s", format=",.0f"),
+        ],
+    )
+    chart = alt.layer(
+        lines, evaluated.transform_filter("datum.curve == 'validation'"), dots.add_params(nearest)
+    ).properties(height=280)
+    thinned = "" if stride == 1 else f" One step in {stride} is drawn."
+    return Picture(
+        "loss",
+        "Loss",
+        f"Mean cross-entropy of a token; a step is {tokens_per_step:,} tokens.{thinned}",
+        chart,
+    )
+
+
+def traffic(laws: list[dict], steps: int) -> Picture:
+    """Bytes of the run by axis and operation, counted beside the formula.
+
+    laws : rows of axis, op, counted, formula (None where there is none). steps : of this run.
+    """
+    laws = [row for row in laws if row["counted"] or row["formula"]]
+    size, unit = look.unit_of_bytes(row["counted"] for row in laws)
+    rows = [
+        {
+            **row,
+            "what": f"{row['axis']} {row['op']}",
+            "counted": row["counted"] / size,
+            "formula": None if row["formula"] is None else row["formula"] / size,
+            "exact": f"{row['counted']:,}",
+            "expected": "none" if row["formula"] is None else f"{row['formula']:,}",
+            "short": look.bytes_text(row["counted"]),
+        }
+        for row in laws
+    ]
+    tooltip = [
+        alt.Tooltip("what:N", title="axis and operation"),
+        alt.Tooltip("exact:N", title="bytes counted"),
+        alt.Tooltip("expected:N", title="bytes by formula"),
+    ]
+    most = max((row["counted"] for row in rows), default=0)
+    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("what:N", title=None, sort=None))
+    bars = base.mark_bar(height={"band": 0.62}).encode(
+        x=alt.X(
+            "counted:Q",
+            title=f"{unit} sent in the whole run, all ranks together",
+            scale=alt.Scale(domainMin=0, domainMax=most * 1.25 or 1, nice=False),
+        ),
+        color=alt.Color("axis:N", scale=scale(look.AXES), legend=None),
+        tooltip=tooltip,
+    )
+    marks = base.mark_tick(thickness=3, color=look.INK, height={"band": 0.9}).encode(
+        x="formula:Q", tooltip=tooltip
+    )
+    labels = base.mark_text(align="left", dx=7, color=look.INK).encode(x="counted:Q", text="short:N")
+    chart = alt.layer(bars, marks.transform_filter("datum.formula != null"), labels).properties(
+        height={"step": 40}
+    )
+    table = [("axis", "operation", "bytes counted", "bytes by formula", "bytes a step")]
+    for row in laws:
+        formula = "" if row["formula"] is None else f"{row['formula']:,}"
+        per_step = f"{row['counted'] / steps:,.0f}"
+        table.append((row["axis"], row["op"], f"{row['counted']:,}", formula, per_step))
+    return Picture(
+        "traffic",
+        "Bytes by mesh axis and operation",
+        "A bar is what the ranks counted while they sent it; the black mark is what the formula of "
+        "that axis says.",
+        chart,
+        table=table,
+    )
+
+
+def matrix(between: dict[str, list[list[int]]]) -> Picture:
+    """Who sent how much to whom. between : for every axis [from][to] in bytes."""
+    ranks = range(len(next(iter(between.values()))))
+    rows = []
+    for source in ranks:
+        for target in ranks:
+            by_axis = {axis: between[axis][source][target] for axis in AXES if axis in between}
+            total = sum(by_axis.values())
+            if total:
+                rows.append(
+                    {
+                        "from": source,
+                        "to": target,
+                        "bytes": total,
+                        "axis": look.NAMES_OF_AXES[max(by_axis, key=lambda axis: by_axis[axis])],
+                        **{axis: look.bytes_text(by_axis.get(axis, 0)) for axis in AXES},
+                    }
+                )
+    most = max((row["bytes"] for row in rows), default=0)
+    size, unit = look.unit_of_bytes([most])
+    for row in rows:
+        row["strength"] = (row["bytes"] / most) ** 0.5  # so that what is small can be seen
+        row["short"] = look.digits(row["bytes"] / size)
+    colours = {look.NAMES_OF_AXES[axis]: colour for axis, colour in look.AXES.items()}
+    order = list(ranks)
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X(
+            "to:O",
+            title="to rank",
+            scale=alt.Scale(domain=order, padding=0),
+            axis=alt.Axis(orient="top", labelAngle=0, domain=False),
+        ),
+        y=alt.Y(
+            "from:O", title="from rank", scale=alt.Scale(domain=order), axis=alt.Axis(domain=False)
+        ),
+    )
+    used = [name for name in colours if any(row["axis"] == name for row in rows)]
+    marks = base.mark_rect(stroke=look.PAPER, strokeWidth=2).encode(
+        color=alt.Color(
+            "axis:N",
+            title=None,
+            scale=scale({name: colours[name] for name in used}),
+            legend=legend(),
+        ),
+        opacity=alt.Opacity(
+            "strength:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None
+        ),
+        tooltip=[
+            alt.Tooltip("from:O", title="from rank"),
+            alt.Tooltip("to:O", title="to rank"),
+            *[alt.Tooltip(f"{axis}:N", title=look.NAMES_OF_AXES[axis]) for axis in AXES],
+        ],
+    )
+    layers: list[Any] = [marks]
+    numbers = len(order) <= 8
+    if numbers:
+        layers.append(base.mark_text(color=look.INK, fontSize=11).encode(text="short:N"))
+    return Picture(
+        "matrix",
+        "Bytes from rank to rank",
+        f"The whole run{f', in {unit}' if numbers else ''}. The colour is the axis that the pair "
+        f"talked most on, the stronger the more bytes; blank pairs never talked.",
+        alt.layer(*layers).properties(height=max(220, 40 * len(order)) if numbers else 420),
+    )
+
+
+def memory(by_kind: dict[str, list[int]], mesh: dict[str, int]) -> Picture:
+    """Bytes that every rank holds, by kind. by_kind : for every kind one number per rank."""
+    totals = [sum(column) for column in zip(*by_kind.values(), strict=True)]
+    size, unit = look.unit_of_bytes(totals)
+    names = rank_names(mesh)
+    rows = [
+        {
+            "rank": names[rank],
+            "kind": kind,
+            "order": order,
+            "held": held / size,
+            "bytes": f"{held:,}",
+            "share": held / max(1, totals[rank]),
+        }
+        for order, (kind, values) in enumerate(by_kind.items())
+        for rank, held in enumerate(values)
+    ]
+    colours = {kind: look.MEMORY.get(kind, look.COMPUTE["other compute"]) for kind in by_kind}
+    bars = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            y=alt.Y("rank:N", title=None, sort=None),
+            x=alt.X(
+                "held:Q",
+                title=f"{unit} held",
+                scale=alt.Scale(domainMin=0, domainMax=max(totals) / size * 1.22, nice=False),
+            ),
+            color=alt.Color("kind:N", title=None, scale=scale(colours), legend=legend()),
+            order="order:Q",
+            tooltip=[
+                alt.Tooltip("rank:N", title="rank"),
+                alt.Tooltip("kind:N", title="kind"),
+                alt.Tooltip("bytes:N", title="bytes"),
+                alt.Tooltip("share:Q", title="of this rank's", format=".0%"),
+            ],
+        )
+    )
+    sums = [
+        {"rank": names[rank], "held": total / size, "text": look.bytes_text(total)}
+        for rank, total in enumerate(totals)
+    ]
+    labels = (
+        alt.Chart(alt.Data(values=sums))
+        .mark_text(align="left", dx=6, color=look.INK)
+        .encode(y=alt.Y("rank:N", sort=None), x="held:Q", text="text:N")
+    )
+    return Picture(
+        "memory",
+        "Memory of every rank",
+        "What a rank keeps from step to step, in arrays of its own.",
+        alt.layer(bars, labels).properties(height={"step": 30}),
+    )
+
+
+def rank_names(mesh: dict[str, int]) -> list[str]:
+    """"rank 3 (dp 1, tp 1)": with the coordinates on the axes that have more than one rank."""
+    names = []
+    for rank in range(mesh["dp"] * mesh["pp"] * mesh["tp"]):
+        where = Coordinates.of(rank, mesh["pp"], mesh["tp"])._asdict()
+        parts = [f"{axis}{place}" for axis, place in where.items() if mesh[axis] > 1]
+        names.append(f"rank {rank}" + (f" · {' '.join(parts)}" if parts else ""))
+    return names
+
+
+def scale(colours: dict[str, str]) -> alt.Scale:
+    """The colour scale of a dict from names to colours."""
+    return alt.Scale(domain=list(colours), range=list(colours.values()))
+
+
+def legend() -> alt.Legend:
+    """Above the chart, in as many columns as its width has room for."""
+    return alt.Legend(orient="top", columns=alt.ExprRef("width < 420 ? 2 : width < 700 ? 4 : 0"))

@@ -1,0 +1,228 @@
+"""The two pictures of one traced step: its timeline, and what every rank's time went to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+
+from mpiparallel.coordinates import Coordinates
+from mpiparallel.report import look
+from mpiparallel.report.pictures import AXES, Picture, legend, rank_names, scale
+from mpiparallel.report.timeline import Span, Step
+
+LEAST_WIDTH = 900  # of the timeline, in pixels
+BUBBLE = "bubble"
+COLOURS = {**look.COMPUTE, **{look.NAMES_OF_AXES[a]: look.AXES[a] for a in AXES}, BUBBLE: look.BUBBLE}
+
+
+def timeline(step: Step, mesh: dict[str, int]) -> Picture:
+    """All ranks of a step under each other, grouped by pipeline rank, time from left to right."""
+    places, labels, last = _places(mesh)
+    rows = []
+    for rank, spans in enumerate(step.spans):
+        compute = [span for span in spans if span.what == "compute"]
+        for span in spans:
+            inside = span.what in AXES and any(
+                outer.start <= span.start and span.end <= outer.end for outer in compute
+            )
+            rows.append(_row(span, step.seconds, places[rank], inside) | {"rank": f"rank {rank}"})
+    used = {row["kind"] for row in rows}
+    zoom = alt.selection_interval(
+        name="zoom",
+        bind="scales",
+        encodings=["x"],
+        zoom="wheel![event.shiftKey]",
+        translate="[mousedown[event.shiftKey], window:mouseup] > window:mousemove!",
+    )
+    text_of = {place: text for place, text in labels}
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X(
+            "start:Q",
+            title="milliseconds from the start of the step",
+            scale=alt.Scale(domain=[0, step.seconds * 1e3], nice=False),
+        ),
+        y=alt.Y(
+            "top:Q",
+            title=None,
+            scale=alt.Scale(domain=[last, 0], nice=False),
+            axis=alt.Axis(
+                values=list(text_of),
+                labelExpr=f"{list(text_of.values())}[indexof({list(text_of)}, datum.value)]",
+                labelFontWeight=alt.ExprRef("'normal'"),
+                labelLimit=200,
+                grid=False,
+                domain=False,
+                ticks=False,
+            ),
+        ),
+    )
+    bars = base.mark_bar(clip=True, stroke=look.PAPER, strokeWidth=0.5).encode(
+        x2="end:Q",
+        y2="bottom:Q",
+        color=alt.Color(
+            "kind:N",
+            title=None,
+            scale=scale({kind: colour for kind, colour in COLOURS.items() if kind in used}),
+            legend=alt.Legend(orient="top", columns=0),
+        ),
+        tooltip=[
+            alt.Tooltip(f"{key}:N", title=title)
+            for key, title in (
+                ("rank", "who"),
+                ("name", "what"),
+                ("kind", "colour"),
+                ("step", "step"),
+                ("stage", "stage"),
+                ("micro_batch", "micro-batch"),
+                ("bytes", "bytes"),
+                ("from", "starts at"),
+                ("length", "takes"),
+            )
+        ],
+    )
+    numbers = (
+        base.transform_filter("datum.label != ''")
+        .mark_text(clip=True, fontSize=10)
+        .encode(
+            x="middle:Q",
+            y="text_at:Q",
+            text="label:N",
+            color=alt.Color("ink:N", scale=None, legend=None),
+        )
+    )
+    chart = alt.layer(bars, numbers).add_params(zoom).properties(height=26 * last)
+    return Picture(
+        "timeline",
+        f"Timeline of step {step.number}",
+        f"The step of the median length among those that were traced ({_traced(step)}). The number "
+        "in a box is its micro-batch. A low bar inside a box is communication that its compute "
+        "waited for. Hold shift and turn the wheel to zoom, hold it and drag to move, "
+        "double-click to go back.",
+        chart,
+        least_width=LEAST_WIDTH,
+    )
+
+
+def split(step: Step, mesh: dict[str, int]) -> Picture:
+    """Stacked bars: compute, exposed communication by axis, bubble; seconds of every rank."""
+    colours = {
+        "compute": look.COMPUTE["forward"],
+        **{look.NAMES_OF_AXES[axis]: look.AXES[axis] for axis in AXES},
+        BUBBLE: look.BUBBLE,
+        "other": look.OTHER,
+    }
+    names = rank_names(mesh)
+    rows = []
+    for rank, parts in enumerate(step.split()):
+        for order, (part, seconds) in enumerate(parts.items()):
+            rows.append(
+                {
+                    "rank": names[rank],
+                    "part": look.NAMES_OF_AXES.get(part, part),
+                    "order": order,
+                    "time": seconds * 1e3,
+                    "text": look.seconds_text(seconds),
+                    "share": seconds / step.seconds,
+                }
+            )
+    used = {row["part"] for row in rows if row["time"] > 0}
+    rows = [row for row in rows if row["part"] in used]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(height={"band": 0.72}, stroke=look.PAPER, strokeWidth=0.5)
+        .encode(
+            y=alt.Y("rank:N", title=None, sort=None),
+            x=alt.X(
+                "time:Q",
+                title="milliseconds of the step",
+                scale=alt.Scale(domain=[0, step.seconds * 1e3], nice=False),
+            ),
+            color=alt.Color(
+                "part:N",
+                title=None,
+                scale=scale({part: colour for part, colour in colours.items() if part in used}),
+                legend=legend(),
+            ),
+            order="order:Q",
+            tooltip=[
+                alt.Tooltip("rank:N", title="rank"),
+                alt.Tooltip("part:N", title="part"),
+                alt.Tooltip("text:N", title="takes"),
+                alt.Tooltip("share:Q", title="of the step", format=".1%"),
+            ],
+        )
+        .properties(height={"step": 30})
+    )
+    return Picture(
+        "step_time",
+        f"Where the time of step {step.number} went",
+        "An axis means waits that compute did not hide. Bubble is the part of a wait for a pipeline "
+        "message before its sender had posted it, and what is idle at both ends of the step; a wait "
+        "for a rank that comes late to a collective counts for the axis of that collective. Other "
+        "is Python between the recorded actions.",
+        chart,
+    )
+
+
+def _places(mesh: dict[str, int]) -> tuple[list[float], list[tuple[float, str]], float]:
+    """Where the timeline's rows are: the top of every rank's, (middle, text) of every label, and
+    the bottom of the last. A row has height 1; a pipeline rank's label stands above its rows."""
+    tops = [0.0] * (mesh["dp"] * mesh["pp"] * mesh["tp"])
+    labels, top = [], 0.0
+    for pp in range(mesh["pp"]):
+        if mesh["pp"] > 1:
+            labels.append((top + 0.55, f"pipeline rank {pp}"))
+            top += 1
+        for dp in range(mesh["dp"]):
+            for tp in range(mesh["tp"]):
+                rank = Coordinates(dp, pp, tp).rank(mesh["pp"], mesh["tp"])
+                where = [f"{a}{n}" for a, n in (("dp", dp), ("tp", tp)) if mesh[a] > 1]
+                labels.append((top + 0.5, f"rank {rank}" + "".join(f" · {w}" for w in where)))
+                tops[rank] = top
+                top += 1
+    return tops, labels, top
+
+
+def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
+    """What the chart knows of a span. inside : it lies in a compute span."""
+    details = span.details
+    bubble = span.what == BUBBLE
+    if bubble:
+        kind = BUBBLE
+    elif span.what == "compute":
+        kind = look.KINDS.get(details["kind"], "other compute")
+    else:
+        kind = look.NAMES_OF_AXES[span.what]
+    micro_batch = details.get("micro_batch")
+    label = ""
+    if span.what == "compute" and micro_batch is not None:
+        room = span.seconds / length * (LEAST_WIDTH - 130)  # pixels, at least
+        label = str(micro_batch) if room >= 7 * len(str(micro_batch)) + 4 else ""
+    moved = details.get("bytes")
+    return {
+        "start": span.start * 1e3,
+        "end": span.end * 1e3,
+        "middle": (span.start + span.end) * 5e2,
+        "top": top + (0.62 if inside else 0.08),
+        "bottom": top + 0.92,
+        "text_at": top + 0.36,
+        "kind": kind,
+        "ink": look.text_on(COLOURS[kind]),
+        "label": label,
+        "name": span.name,
+        "step": _shown(details.get("step")),
+        "stage": _shown(details.get("stage")),
+        "micro_batch": _shown(micro_batch),
+        "bytes": "-" if moved is None or bubble else f"{moved:,}",
+        "from": look.seconds_text(span.start),
+        "length": look.seconds_text(span.seconds),
+    }
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _traced(step: Step) -> str:
+    return f"{step.first} to {step.last}" if step.last > step.first else f"only {step.first}"
