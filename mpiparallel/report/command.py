@@ -1,7 +1,7 @@
 """`report DIR`: pictures of a finished run. Needs no MPI; altair and vl-convert draw.
 
-    DIR/report.html             everything on one page, works from a file:// address
-    DIR/pictures/NAME.png       the same pictures
+DIR/report.html             everything on one page, works from a file:// address
+DIR/pictures/NAME.png       the same pictures
 """
 
 from __future__ import annotations
@@ -53,13 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(folder: Path) -> tuple[list, dict[str, str]]:
     """The pictures of a run, in the page's order, and what its head says."""
     from mpiparallel.report import mesh_picture, pictures, step_pictures
-    from mpiparallel.report.pictures import Picture
+    from mpiparallel.report.picture import Picture
 
     if not folder.is_dir():
         raise UserError(f"report {folder}: no such folder; legal: the folder of a finished run")
     settings = _parse(folder / "config.toml", tomllib.loads)
     metrics = _parse(folder / "metrics.jsonl", _lines)
     summary = _parse(folder / "summary.json", json.loads)
+    missing = [key for key in ("laws", "bytes_between", "node_of_rank") if key not in summary]
+    if missing:
+        raise UserError(
+            f"{folder / 'summary.json'}: has no {missing[0]}, as an earlier version wrote it; "
+            f"train again"
+        )
     if not metrics:
         raise UserError(f"{folder / 'metrics.jsonl'}: has no step in it")
     mesh, steps = summary["mesh"], summary["steps"] - summary["resumed_from"]
@@ -102,7 +108,8 @@ def _facts(summary: dict, settings: dict) -> dict[str, str]:
     }
     if summary["val_loss"] is not None:
         facts["validation loss"] = f"{summary['val_loss']:.4f}"
-    facts["schedule"] = f"{settings['schedule']}, {settings['micro_batches']} micro-batches"
+    facts["schedule"] = settings["schedule"]
+    facts["micro-batches"] = f"{settings['micro_batches']}"
     facts["bubble, measured"] = f"{summary['bubble']['measured']:.1%}"
     facts["bubble, predicted"] = f"{summary['bubble']['predicted']:.1%}"
     return facts

@@ -18,8 +18,9 @@ COMPUTE = {
 }
 AXES = {"tp": "#e69f00", "pp": "#d55e00", "dp": "#cc79a7", "world": "#8f6bb0"}
 BUBBLE = "#dcdcdc"
-OTHER = "#f4f2ea"
+OTHER = "#e9dfc6"
 INK, FAINT, PAPER = "#1d2733", "#5b6672", "#ffffff"
+INKS = ("#ffffff", "#000000")  # of text on a colour
 
 # The kinds of the schedules' actions; a whole backward and its input half look the same.
 KINDS = {
@@ -48,7 +49,7 @@ NAMES_OF_AXES = {
 def text_on(colour: str) -> str:
     """Black or white, whichever is read better on a colour "#rrggbb"."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#ffffff"
+    return INKS[0.299 * red + 0.587 * green + 0.114 * blue > 130]
 
 
 def unit_of_bytes(values: Iterable[float]) -> tuple[float, str]:

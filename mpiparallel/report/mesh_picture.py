@@ -1,9 +1,9 @@
 """The mesh drawn on its nodes: a box per rank, lines between ranks that talk, nodes around them.
 
-          pp 0        pp 1
-    dp 0  rank 0 ---- rank 2   tp 0
-            |           |
-          rank 1 ---- rank 3   tp 1
+      pp 0        pp 1
+dp 0  rank 0 ---- rank 2   tp 0
+        |           |
+      rank 1 ---- rank 3   tp 1
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import altair as alt
 
 from mpiparallel.coordinates import Coordinates
 from mpiparallel.report import look
-from mpiparallel.report.pictures import AXES, Picture, legend, scale
+from mpiparallel.report.picture import AXES, Picture, legend, scale
 
-WIDTH, HEIGHT = 150, 74  # of a rank's cell, in pixels
+WIDTH, HEIGHT = 130, 74  # of a rank's cell, in pixels
 GAP = 0.35  # between replicas, in cells
 
 
@@ -32,9 +32,7 @@ def mesh(
     places = {rank: Coordinates.of(rank, sizes["pp"], sizes["tp"]) for rank in ranks}
     rows = sizes["dp"] * sizes["tp"] + GAP * (sizes["dp"] - 1)
     x = {rank: place.pp + 0.5 for rank, place in places.items()}
-    y = {
-        rank: place.dp * (sizes["tp"] + GAP) + place.tp + 0.5 for rank, place in places.items()
-    }
+    y = {rank: place.dp * (sizes["tp"] + GAP) + place.tp + 0.5 for rank, place in places.items()}
     cells = [
         {
             "x": x[rank],
@@ -79,9 +77,8 @@ def mesh(
         .mark_text(align="left", baseline="top", dx=7, dy=5, fontSize=10, color=look.FAINT)
         .encode(**frame, text="name:N")
     )
-    used = [look.NAMES_OF_AXES[axis] for axis in AXES if axis in {a for a in between}]
-    used = [name for name in used if any(link["axis"] == name for link in links)]
     colours = {look.NAMES_OF_AXES[axis]: colour for axis, colour in look.AXES.items()}
+    used = [name for name in colours if any(link["axis"] == name for link in links)]
     lines = (
         alt.Chart(alt.Data(values=links))
         .mark_rule(strokeWidth=4)
@@ -91,7 +88,10 @@ def mesh(
             x2="x2:Q",
             y2="y2:Q",
             color=alt.Color(
-                "axis:N", title=None, scale=scale({n: colours[n] for n in used}), legend=legend()
+                "axis:N",
+                title=None,
+                scale=scale({name: colours[name] for name in used}),
+                legend=legend(symbolType="stroke"),
             ),
             tooltip=[
                 alt.Tooltip("pair:N", title="between"),
@@ -125,10 +125,12 @@ def mesh(
     return Picture(
         "mesh",
         "The mesh on its nodes",
-        f"{len(node_of_rank)} ranks on {count} node{'s' if count > 1 else ''}. A line joins two "
-        "ranks that sent each other anything on the axis of its colour.",
+        f"{len(node_of_rank)} ranks on {count} node{'s' if count > 1 else ''}. A line joins "
+        "two ranks that sent each other anything on the axis of its colour; what all ranks sum "
+        "together (world) is not drawn.",
         alt.layer(*layers).properties(height=int(HEIGHT * rows)),
         least_width=max(280, WIDTH * sizes["pp"]),
+        most_width=max(480, 220 * sizes["pp"]),
     )
 
 

@@ -10,7 +10,7 @@ import altair as alt
 import vl_convert
 
 from mpiparallel.report import look
-from mpiparallel.report.pictures import Picture
+from mpiparallel.report.picture import Picture
 
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 PNG_WIDTH, PNG_SCALE = 860, 2
@@ -35,7 +35,8 @@ table {{ border-collapse: collapse; font-size: 14px; margin-top: 14px;
     font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: right; padding: 4px 0 4px 20px; white-space: nowrap; }}
 th {{ color: {look.FAINT}; font-weight: 600; border-bottom: 1px solid #c8d0d8; }}
-th:nth-child(-n+2), td:nth-child(-n+2) {{ text-align: left; padding-left: 0; padding-right: 12px; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
+@media (max-width: 500px) {{ table {{ font-size: 11.5px; }} th, td {{ padding-left: 6px; }} }}
 #vg-tooltip-element {{ font: 13px/1.4 {FONT}; }}
 """
 
@@ -60,7 +61,9 @@ CONFIG = {
         "tickColor": "#b8c1cb",
         "labelLimit": 220,
         "titlePadding": 10,
+        "labelPadding": 6,
     },
+    "axisXQuantitative": {"tickCount": {"expr": "ceil(width / 80)"}},
     "legend": {"labelFontSize": 12, "labelColor": look.INK, "symbolType": "square", "offset": 12},
     "text": {"font": FONT, "fontSize": 12},
     "title": {
@@ -115,7 +118,7 @@ def page(title: str, facts: dict[str, str], pictures: Sequence[Picture]) -> str:
 
 def png(picture: Picture) -> bytes:
     """The picture as a PNG, with its title in it."""
-    width = max(PNG_WIDTH, picture.least_width)
+    width = min(max(PNG_WIDTH, picture.least_width), picture.most_width)
     chart = picture.chart.properties(width=width, title=picture.title).configure(**CONFIG)
     return vl_convert.vegalite_to_png(chart.to_json(), vl_version=_vega_lite(), scale=PNG_SCALE)
 
@@ -138,7 +141,8 @@ def _section(picture: Picture) -> str:
     if picture.chart:
         body += (
             f'<div class="wide"><div class="chart" id="chart-{picture.name}" '
-            f'style="min-width: {picture.least_width}px"></div></div>\n'
+            f'style="min-width: {picture.least_width}px; max-width: {picture.most_width}px">'
+            "</div></div>\n"
         )
     if picture.table:
         head, *rows = picture.table

@@ -1,4 +1,4 @@
-"""The pictures of a run as Altair charts, but for those of one step (step_pictures.py).
+"""The pictures of a whole run as Altair charts: loss, bytes, memory.
 
 One chart is the interactive picture of the page and the PNG. Needs altair, which the extra
 `report` installs; only the command `report` imports this file.
@@ -6,34 +6,14 @@ One chart is the interactive picture of the page and the PNG. Needs altair, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import altair as alt
 
-from mpiparallel.coordinates import Coordinates
 from mpiparallel.report import look
+from mpiparallel.report.picture import AXES, Picture, legend, rank_names, room_for_text, scale
 
-AXES = tuple(look.AXES)
 MOST_POINTS = 2000  # of a curve; from there on every second, third, .. step is drawn
-
-
-@dataclass
-class Picture:
-    """A section of the report.
-
-    name : of the PNG and of the section. chart : None where the run cannot give it. text : one or
-    two sentences under the title. least_width : pixels below which it scrolls in its own box.
-    table : rows of text under the chart, the head first.
-    """
-
-    name: str
-    title: str
-    text: str
-    chart: Any = None
-    least_width: int = 280
-    table: Sequence[Sequence[str]] = field(default_factory=list)
 
 
 def loss(metrics: list[dict], tokens_per_step: int) -> Picture:
@@ -116,13 +96,12 @@ def traffic(laws: list[dict], steps: int) -> Picture:
         alt.Tooltip("exact:N", title="bytes counted"),
         alt.Tooltip("expected:N", title="bytes by formula"),
     ]
-    most = max((row["counted"] for row in rows), default=0)
     base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("what:N", title=None, sort=None))
     bars = base.mark_bar(height={"band": 0.62}).encode(
         x=alt.X(
             "counted:Q",
             title=f"{unit} sent in the whole run, all ranks together",
-            scale=alt.Scale(domainMin=0, domainMax=most * 1.25 or 1, nice=False),
+            scale=room_for_text(max((row["counted"] for row in rows), default=0) or 1),
         ),
         color=alt.Color("axis:N", scale=scale(look.AXES), legend=None),
         tooltip=tooltip,
@@ -130,15 +109,17 @@ def traffic(laws: list[dict], steps: int) -> Picture:
     marks = base.mark_tick(thickness=3, color=look.INK, height={"band": 0.9}).encode(
         x="formula:Q", tooltip=tooltip
     )
-    labels = base.mark_text(align="left", dx=7, color=look.INK).encode(x="counted:Q", text="short:N")
-    chart = alt.layer(bars, marks.transform_filter("datum.formula != null"), labels).properties(
-        height={"step": 40}
+    labels = base.mark_text(align="left", dx=7, color=look.INK).encode(
+        x="counted:Q", text="short:N"
     )
-    table = [("axis", "operation", "bytes counted", "bytes by formula", "bytes a step")]
+    chart = alt.layer(bars, marks.transform_filter("datum.formula != null"), labels).properties(
+        height=40 * len(rows)
+    )
+    table = [("bytes of the run", "counted", "formula", "a step")]
     for row in laws:
         formula = "" if row["formula"] is None else f"{row['formula']:,}"
         per_step = f"{row['counted'] / steps:,.0f}"
-        table.append((row["axis"], row["op"], f"{row['counted']:,}", formula, per_step))
+        table.append((f"{row['axis']} {row['op']}", f"{row['counted']:,}", formula, per_step))
     return Picture(
         "traffic",
         "Bytes by mesh axis and operation",
@@ -152,7 +133,7 @@ def traffic(laws: list[dict], steps: int) -> Picture:
 def matrix(between: dict[str, list[list[int]]]) -> Picture:
     """Who sent how much to whom. between : for every axis [from][to] in bytes."""
     ranks = range(len(next(iter(between.values()))))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for source in ranks:
         for target in ranks:
             by_axis = {axis: between[axis][source][target] for axis in AXES if axis in between}
@@ -171,7 +152,8 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
     size, unit = look.unit_of_bytes([most])
     for row in rows:
         row["strength"] = (row["bytes"] / most) ** 0.5  # so that what is small can be seen
-        row["short"] = look.digits(row["bytes"] / size)
+        short = look.digits(row["bytes"] / size)
+        row["short"] = "<0.01" if short == "0.00" else short
     colours = {look.NAMES_OF_AXES[axis]: colour for axis, colour in look.AXES.items()}
     order = list(ranks)
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -204,6 +186,7 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
     )
     layers: list[Any] = [marks]
     numbers = len(order) <= 8
+    side = max(260, 56 * len(order)) if numbers else 480
     if numbers:
         layers.append(base.mark_text(color=look.INK, fontSize=11).encode(text="short:N"))
     return Picture(
@@ -211,7 +194,8 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
         "Bytes from rank to rank",
         f"The whole run{f', in {unit}' if numbers else ''}. The colour is the axis that the pair "
         f"talked most on, the stronger the more bytes; blank pairs never talked.",
-        alt.layer(*layers).properties(height=max(220, 40 * len(order)) if numbers else 420),
+        alt.layer(*layers).properties(height=side),
+        most_width=side + 80,
     )
 
 
@@ -241,7 +225,7 @@ def memory(by_kind: dict[str, list[int]], mesh: dict[str, int]) -> Picture:
             x=alt.X(
                 "held:Q",
                 title=f"{unit} held",
-                scale=alt.Scale(domainMin=0, domainMax=max(totals) / size * 1.22, nice=False),
+                scale=room_for_text(max(totals) / size),
             ),
             color=alt.Color("kind:N", title=None, scale=scale(colours), legend=legend()),
             order="order:Q",
@@ -266,25 +250,5 @@ def memory(by_kind: dict[str, list[int]], mesh: dict[str, int]) -> Picture:
         "memory",
         "Memory of every rank",
         "What a rank keeps from step to step, in arrays of its own.",
-        alt.layer(bars, labels).properties(height={"step": 30}),
+        alt.layer(bars, labels).properties(height=30 * len(names)),
     )
-
-
-def rank_names(mesh: dict[str, int]) -> list[str]:
-    """"rank 3 (dp 1, tp 1)": with the coordinates on the axes that have more than one rank."""
-    names = []
-    for rank in range(mesh["dp"] * mesh["pp"] * mesh["tp"]):
-        where = Coordinates.of(rank, mesh["pp"], mesh["tp"])._asdict()
-        parts = [f"{axis}{place}" for axis, place in where.items() if mesh[axis] > 1]
-        names.append(f"rank {rank}" + (f" · {' '.join(parts)}" if parts else ""))
-    return names
-
-
-def scale(colours: dict[str, str]) -> alt.Scale:
-    """The colour scale of a dict from names to colours."""
-    return alt.Scale(domain=list(colours), range=list(colours.values()))
-
-
-def legend() -> alt.Legend:
-    """Above the chart, in as many columns as its width has room for."""
-    return alt.Legend(orient="top", columns=alt.ExprRef("width < 420 ? 2 : width < 700 ? 4 : 0"))

@@ -8,26 +8,72 @@ import altair as alt
 
 from mpiparallel.coordinates import Coordinates
 from mpiparallel.report import look
-from mpiparallel.report.pictures import AXES, Picture, legend, rank_names, scale
+from mpiparallel.report.picture import AXES, Picture, legend, rank_names, scale
 from mpiparallel.report.timeline import Span, Step
 
 LEAST_WIDTH = 900  # of the timeline, in pixels
 BUBBLE = "bubble"
-COLOURS = {**look.COMPUTE, **{look.NAMES_OF_AXES[a]: look.AXES[a] for a in AXES}, BUBBLE: look.BUBBLE}
+COLOURS = {
+    **look.COMPUTE,
+    **{look.NAMES_OF_AXES[a]: look.AXES[a] for a in AXES},
+    BUBBLE: look.BUBBLE,
+}
 
 
 def timeline(step: Step, mesh: dict[str, int]) -> Picture:
     """All ranks of a step under each other, grouped by pipeline rank, time from left to right."""
-    places, labels, last = _places(mesh)
-    rows = []
+    tops, labels, last = _places(mesh)
+    rows, sends = [], []
     for rank, spans in enumerate(step.spans):
+        who = {"rank": f"rank {rank}"}
         compute = [span for span in spans if span.what == "compute"]
         for span in spans:
             inside = span.what in AXES and any(
                 outer.start <= span.start and span.end <= outer.end for outer in compute
             )
-            rows.append(_row(span, step.seconds, places[rank], inside) | {"rank": f"rank {rank}"})
+            rows.append(_row(span, step.seconds, tops[rank], inside) | who)
+        sends += [_row(send, step.seconds, tops[rank], False) | who for send in step.sends[rank]]
     used = {row["kind"] for row in rows}
+    x = alt.X(
+        "start:Q",
+        title="milliseconds from the start of the step",
+        scale=alt.Scale(domain=[0, step.seconds * 1e3], nice=False),
+    )
+    y = alt.Y(
+        "top:Q",
+        title=None,
+        scale=alt.Scale(domain=[last, 0], nice=False),
+        axis=_row_labels(labels),
+    )
+    colour = alt.Color(
+        "kind:N",
+        title=None,
+        scale=scale({kind: colour for kind, colour in COLOURS.items() if kind in used}),
+        legend=alt.Legend(orient="top", columns=0),
+    )
+    base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y)
+    layers: list[Any] = [
+        base.mark_bar(clip=True, stroke=look.PAPER).encode(
+            strokeWidth=alt.condition("datum.inside", alt.value(0), alt.value(0.5)),
+            x2="end:Q",
+            y2="bottom:Q",
+            color=colour,
+            tooltip=_tooltip(),
+        )
+    ]
+    layers += [
+        base.transform_filter(f"datum.label != '' && datum.ink == '{ink}'")
+        .mark_text(clip=True, fontSize=10, color=ink)
+        .encode(x="middle:Q", y="text_at:Q", text="label:N")
+        for ink in look.INKS
+    ]
+    if sends:
+        triangle = dict(shape="triangle-up", size=34, fill=look.AXES["pp"], stroke=look.PAPER)
+        layers.append(
+            alt.Chart(alt.Data(values=sends))
+            .mark_point(clip=True, opacity=1, strokeWidth=0.8, **triangle)
+            .encode(x=x, y=alt.Y("bottom:Q", title=None), tooltip=_tooltip())
+        )
     zoom = alt.selection_interval(
         name="zoom",
         bind="scales",
@@ -35,71 +81,14 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
         zoom="wheel![event.shiftKey]",
         translate="[mousedown[event.shiftKey], window:mouseup] > window:mousemove!",
     )
-    text_of = {place: text for place, text in labels}
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X(
-            "start:Q",
-            title="milliseconds from the start of the step",
-            scale=alt.Scale(domain=[0, step.seconds * 1e3], nice=False),
-        ),
-        y=alt.Y(
-            "top:Q",
-            title=None,
-            scale=alt.Scale(domain=[last, 0], nice=False),
-            axis=alt.Axis(
-                values=list(text_of),
-                labelExpr=f"{list(text_of.values())}[indexof({list(text_of)}, datum.value)]",
-                labelFontWeight=alt.ExprRef("'normal'"),
-                labelLimit=200,
-                grid=False,
-                domain=False,
-                ticks=False,
-            ),
-        ),
-    )
-    bars = base.mark_bar(clip=True, stroke=look.PAPER, strokeWidth=0.5).encode(
-        x2="end:Q",
-        y2="bottom:Q",
-        color=alt.Color(
-            "kind:N",
-            title=None,
-            scale=scale({kind: colour for kind, colour in COLOURS.items() if kind in used}),
-            legend=alt.Legend(orient="top", columns=0),
-        ),
-        tooltip=[
-            alt.Tooltip(f"{key}:N", title=title)
-            for key, title in (
-                ("rank", "who"),
-                ("name", "what"),
-                ("kind", "colour"),
-                ("step", "step"),
-                ("stage", "stage"),
-                ("micro_batch", "micro-batch"),
-                ("bytes", "bytes"),
-                ("from", "starts at"),
-                ("length", "takes"),
-            )
-        ],
-    )
-    numbers = (
-        base.transform_filter("datum.label != ''")
-        .mark_text(clip=True, fontSize=10)
-        .encode(
-            x="middle:Q",
-            y="text_at:Q",
-            text="label:N",
-            color=alt.Color("ink:N", scale=None, legend=None),
-        )
-    )
-    chart = alt.layer(bars, numbers).add_params(zoom).properties(height=26 * last)
     return Picture(
         "timeline",
         f"Timeline of step {step.number}",
         f"The step of the median length among those that were traced ({_traced(step)}). The number "
         "in a box is its micro-batch. A low bar inside a box is communication that its compute "
-        "waited for. Hold shift and turn the wheel to zoom, hold it and drag to move, "
-        "double-click to go back.",
-        chart,
+        "waited for; a triangle is a message posted to another pipeline rank. Hold shift and turn "
+        "the wheel to zoom, hold it and drag to move, double-click to go back.",
+        alt.layer(*layers).add_params(zoom).properties(height=26 * last),
         least_width=LEAST_WIDTH,
     )
 
@@ -113,7 +102,7 @@ def split(step: Step, mesh: dict[str, int]) -> Picture:
         "other": look.OTHER,
     }
     names = rank_names(mesh)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for rank, parts in enumerate(step.split()):
         for order, (part, seconds) in enumerate(parts.items()):
             rows.append(
@@ -152,15 +141,15 @@ def split(step: Step, mesh: dict[str, int]) -> Picture:
                 alt.Tooltip("share:Q", title="of the step", format=".1%"),
             ],
         )
-        .properties(height={"step": 30})
+        .properties(height=30 * len(names))
     )
     return Picture(
         "step_time",
         f"Where the time of step {step.number} went",
-        "An axis means waits that compute did not hide. Bubble is the part of a wait for a pipeline "
-        "message before its sender had posted it, and what is idle at both ends of the step; a wait "
-        "for a rank that comes late to a collective counts for the axis of that collective. Other "
-        "is Python between the recorded actions.",
+        "An axis means waits that compute did not hide. Bubble is the part of a wait for a "
+        "pipeline message that lies before its sender posted it, and what is idle at both ends of "
+        "the step. A wait for a rank that comes late to a collective counts for that collective's "
+        "axis. Other is Python between the recorded actions.",
         chart,
     )
 
@@ -170,6 +159,7 @@ def _places(mesh: dict[str, int]) -> tuple[list[float], list[tuple[float, str]],
     the bottom of the last. A row has height 1; a pipeline rank's label stands above its rows."""
     tops = [0.0] * (mesh["dp"] * mesh["pp"] * mesh["tp"])
     labels, top = [], 0.0
+    names = rank_names(mesh, ("dp", "tp"))
     for pp in range(mesh["pp"]):
         if mesh["pp"] > 1:
             labels.append((top + 0.55, f"pipeline rank {pp}"))
@@ -177,11 +167,45 @@ def _places(mesh: dict[str, int]) -> tuple[list[float], list[tuple[float, str]],
         for dp in range(mesh["dp"]):
             for tp in range(mesh["tp"]):
                 rank = Coordinates(dp, pp, tp).rank(mesh["pp"], mesh["tp"])
-                where = [f"{a}{n}" for a, n in (("dp", dp), ("tp", tp)) if mesh[a] > 1]
-                labels.append((top + 0.5, f"rank {rank}" + "".join(f" · {w}" for w in where)))
+                labels.append((top + 0.5, names[rank]))
                 tops[rank] = top
                 top += 1
     return tops, labels, top
+
+
+def _row_labels(labels: list[tuple[float, str]]) -> alt.Axis:
+    """The axis that has a text at each place, in bold where it is a pipeline rank's."""
+    places, texts = [place for place, _ in labels], [text for _, text in labels]
+    heads = [place for place, text in labels if text.startswith("pipeline")]
+    return alt.Axis(
+        values=places,
+        labelExpr=f"{texts}[indexof({places}, datum.value)]",
+        labelFontWeight={
+            "condition": {"test": f"indexof({heads}, datum.value) >= 0", "value": "bold"},
+            "value": "normal",
+        },
+        labelOverlap=False,
+        tickCount=10 * len(labels),  # where there are more values than this, Vega drops some
+        grid=False,
+        domain=False,
+        ticks=False,
+    )
+
+
+def _tooltip() -> list[alt.Tooltip]:
+    """What hovering over a mark shows of its `_row`."""
+    titles = {
+        "rank": "who",
+        "name": "what",
+        "kind": "colour",
+        "step": "step",
+        "stage": "stage",
+        "micro_batch": "micro-batch",
+        "bytes": "bytes",
+        "from": "starts at",
+        "length": "takes",
+    }
+    return [alt.Tooltip(f"{key}:N", title=title) for key, title in titles.items()]
 
 
 def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
@@ -204,6 +228,7 @@ def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
         "start": span.start * 1e3,
         "end": span.end * 1e3,
         "middle": (span.start + span.end) * 5e2,
+        "inside": inside,
         "top": top + (0.62 if inside else 0.08),
         "bottom": top + 0.92,
         "text_at": top + 0.36,

@@ -15,6 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -50,6 +51,7 @@ class Step:
     number : as the run counts it, from 1. first, last : the steps that were traced.
     seconds : from the first rank's start to the last rank's end.
     spans : of every rank, by start; waits for pipeline messages are cut in bubble and rest.
+    sends : of every rank, its messages to other pipeline ranks, start and end when it posted them.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Step:
     last: int
     seconds: float
     spans: list[list[Span]]
+    sends: list[list[Span]]
 
     def split(self) -> list[dict[str, float]]:
         """Seconds of every rank by what they went to; each rank's add up to `seconds`."""
@@ -105,12 +108,12 @@ def typical_step(trace: dict) -> Step:
         row.sort(key=lambda event: event["ts"])
     sent = _times_of_sends(events)
     seconds = middle / 1e6
-    spans = [
-        _spans(row, begin, seconds, sent[rank] if rank in sent else {})
-        for rank, row in enumerate(events)
-    ]
+    spans = [_spans(row, begin, seconds, sent) for row in events]
     first, last = trace["otherData"]["steps"]
-    return Step(number, first, last, seconds, spans)
+    sends = [
+        [_send(event, begin) for event in row if _is_message(event, "isend")] for row in events
+    ]
+    return Step(number, first, last, seconds, spans, sends)
 
 
 def innermost(spans: Sequence[Span], seconds: float) -> list[Span]:
@@ -122,7 +125,7 @@ def innermost(spans: Sequence[Span], seconds: float) -> list[Span]:
     waiting = sorted(spans, key=lambda span: (span.start, -span.end), reverse=True)
     open_spans: list[Span] = []
     pieces = []
-    for start, end in zip(times, times[1:], strict=False):
+    for start, end in pairwise(times):
         while waiting and waiting[-1].start <= start:
             open_spans.append(waiting.pop())
         open_spans = [span for span in open_spans if span.end > start]
@@ -131,20 +134,19 @@ def innermost(spans: Sequence[Span], seconds: float) -> list[Span]:
     return pieces
 
 
-def _times_of_sends(events: list[list[dict]]) -> dict[int, dict[int, float]]:
-    """For every rank, by the id() of its receive's event: when the sender posted, in µs.
+def _times_of_sends(events: list[list[dict]]) -> dict[int, float]:
+    """By the id() of every receive's event: when its sender posted, in µs. events : by rank.
 
     Raises UserError where a pair of ranks sent and received different numbers of messages.
     """
     messages: dict[tuple[int, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in enumerate(events):
         for event in sorted(row, key=lambda event: event["args"].get("posted", event["ts"])):
-            arguments = event["args"]
-            if event["cat"] == "pp" and arguments["op"] == "isend":
-                messages[rank, arguments["peer"]]["sends"].append(event)
-            elif event["cat"] == "pp" and arguments["op"] == "irecv":
-                messages[arguments["peer"], rank]["receives"].append(event)
-    found: dict[int, dict[int, float]] = defaultdict(dict)
+            if _is_message(event, "isend"):
+                messages[rank, event["args"]["peer"]]["sends"].append(event)
+            elif _is_message(event, "irecv"):
+                messages[event["args"]["peer"], rank]["receives"].append(event)
+    found = {}
     for (source, target), ends in messages.items():
         sends, receives = ends["sends"], ends["receives"]
         if len(sends) != len(receives):
@@ -153,13 +155,11 @@ def _times_of_sends(events: list[list[dict]]) -> dict[int, dict[int, float]]:
                 f"which received {len(receives)}: the trace is not whole"
             )
         for send, receive in zip(sends, receives, strict=True):
-            found[target][id(receive)] = send["args"]["posted"]
+            found[id(receive)] = send["args"]["posted"]
     return found
 
 
-def _spans(
-    events: list[dict], begin: float, seconds: float, sent: dict[int, float]
-) -> list[Span]:
+def _spans(events: list[dict], begin: float, seconds: float, sent: dict[int, float]) -> list[Span]:
     """A rank's spans. sent : by id() of a receive's event, when its sender posted, in µs."""
     spans = []
     for event in events:
@@ -178,6 +178,16 @@ def _spans(
     if last < seconds:
         spans.append(Span("bubble", "after the last action", last, seconds))
     return spans
+
+
+def _is_message(event: dict, op: str) -> bool:
+    return event["cat"] == "pp" and event["args"]["op"] == op
+
+
+def _send(event: dict, begin: float) -> Span:
+    posted = (event["args"]["posted"] - begin) / 1e6
+    name = f"send to rank {event['args']['peer']}"
+    return Span("pp", name, posted, posted, event["args"])
 
 
 def _end(event: dict) -> float:
