@@ -23,7 +23,7 @@ h1 {{ font-size: 26px; line-height: 1.25; margin: 4px 0 16px; overflow-wrap: any
 h2 {{ font-size: 19px; margin: 0 0 4px; }}
 section, dl {{ background: {look.PAPER}; border: 1px solid #dde2e7; border-radius: 10px;
     padding: 18px 16px; margin: 0 0 16px; }}
-section p {{ color: {look.FAINT}; font-size: 14px; margin: 0 0 14px; max-width: 78ch; }}
+section p {{ color: {look.FAINT}; font-size: 14px; margin: 0 0 14px; max-width: 90ch; }}
 dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 14px; }}
 dt {{ color: {look.FAINT}; font-size: 13px; }}
 dd {{ margin: 0; font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; }}

@@ -100,13 +100,13 @@ def traffic(laws: list[dict], steps: int) -> Picture:
     bars = base.mark_bar(height={"band": 0.62}).encode(
         x=alt.X(
             "counted:Q",
-            title=f"{unit} sent in the whole run, all ranks together",
+            title=f"{unit} in the whole run, all ranks together",
             scale=room_for_text(max((row["counted"] for row in rows), default=0) or 1),
         ),
         color=alt.Color("axis:N", scale=scale(look.AXES), legend=None),
         tooltip=tooltip,
     )
-    marks = base.mark_tick(thickness=3, color=look.INK, height={"band": 0.9}).encode(
+    marks = base.mark_tick(thickness=3, opacity=1, color=look.INK, height={"band": 0.9}).encode(
         x="formula:Q", tooltip=tooltip
     )
     labels = base.mark_text(align="left", dx=7, color=look.INK).encode(
@@ -117,7 +117,8 @@ def traffic(laws: list[dict], steps: int) -> Picture:
     )
     table = [("bytes of the run", "counted", "formula", "a step")]
     for row in laws:
-        formula = "" if row["formula"] is None else f"{row['formula']:,}"
+        formula = "none" if row["formula"] is None else f"{row['formula']:,}"
+        formula = formula if row["formula"] in (None, row["counted"]) else f"≠ {formula}"
         per_step = f"{row['counted'] / steps:,.0f}"
         table.append((f"{row['axis']} {row['op']}", f"{row['counted']:,}", formula, per_step))
     return Picture(
@@ -156,15 +157,19 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
         row["short"] = "<0.01" if short == "0.00" else short
     colours = {look.NAMES_OF_AXES[axis]: colour for axis, colour in look.AXES.items()}
     order = list(ranks)
+    numbers = len(order) <= 8  # more of them would not fit into their cells
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(
             "to:O",
-            title="to rank",
+            title=f"to rank · {unit} in the whole run" if numbers else "to rank",
             scale=alt.Scale(domain=order, padding=0),
-            axis=alt.Axis(orient="top", labelAngle=0, domain=False),
+            axis=alt.Axis(orient="top", labelAngle=0, domain=False, ticks=False),
         ),
         y=alt.Y(
-            "from:O", title="from rank", scale=alt.Scale(domain=order), axis=alt.Axis(domain=False)
+            "from:O",
+            title="from rank",
+            scale=alt.Scale(domain=order),
+            axis=alt.Axis(domain=False, ticks=False),
         ),
     )
     used = [name for name in colours if any(row["axis"] == name for row in rows)]
@@ -185,15 +190,14 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
         ],
     )
     layers: list[Any] = [marks]
-    numbers = len(order) <= 8
     side = max(260, 56 * len(order)) if numbers else 480
     if numbers:
         layers.append(base.mark_text(color=look.INK, fontSize=11).encode(text="short:N"))
     return Picture(
         "matrix",
         "Bytes from rank to rank",
-        f"The whole run{f', in {unit}' if numbers else ''}. The colour is the axis that the pair "
-        f"talked most on, the stronger the more bytes; blank pairs never talked.",
+        "What the whole run sent. The colour is the axis that the pair "
+        "talked most on, the stronger the more bytes; blank pairs never talked.",
         alt.layer(*layers).properties(height=side),
         most_width=side + 80,
     )

@@ -42,7 +42,7 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
     y = alt.Y(
         "top:Q",
         title=None,
-        scale=alt.Scale(domain=[last, 0], nice=False),
+        scale=alt.Scale(domain=[last + 0.2, 0], nice=False),
         axis=_row_labels(labels),
     )
     colour = alt.Color(
@@ -68,7 +68,9 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
         for ink in look.INKS
     ]
     if sends:
-        triangle = dict(shape="triangle-up", size=34, fill=look.AXES["pp"], stroke=look.PAPER)
+        triangle: dict[str, Any] = dict(
+            shape="triangle-up", size=34, fill=look.AXES["pp"], stroke=look.PAPER
+        )
         layers.append(
             alt.Chart(alt.Data(values=sends))
             .mark_point(clip=True, opacity=1, strokeWidth=0.8, **triangle)
@@ -86,9 +88,9 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
         f"Timeline of step {step.number}",
         f"The step of the median length among those that were traced ({_traced(step)}). The number "
         "in a box is its micro-batch. A low bar inside a box is communication that its compute "
-        "waited for; a triangle is a message posted to another pipeline rank. Hold shift and turn "
-        "the wheel to zoom, hold it and drag to move, double-click to go back.",
-        alt.layer(*layers).add_params(zoom).properties(height=26 * last),
+        "waited for; a triangle is a message posted to another pipeline rank. With a mouse: hold "
+        "shift and turn the wheel to zoom, hold it and drag to move, double-click to go back.",
+        alt.layer(*layers).add_params(zoom).properties(height=26 * (last + 0.2)),
         least_width=LEAST_WIDTH,
     )
 
