@@ -43,13 +43,6 @@ def rank_names(mesh: dict[str, int], axes: Sequence[str] = ("dp", "pp", "tp")) -
     return names
 
 
-def room_for_text(longest: float) -> alt.Scale:
-    """The scale of bars up to `longest` that leaves the pixels of a number beside them."""
-    return alt.Scale(
-        domainMin=0, domainMax=alt.ExprRef(f"{longest} * width / (width - 72)"), nice=False
-    )
-
-
 def scale(colours: dict[str, str]) -> alt.Scale:
     """The colour scale of a dict from names to colours."""
     return alt.Scale(domain=list(colours), range=list(colours.values()))

@@ -11,9 +11,10 @@ from typing import Any
 import altair as alt
 
 from mpiparallel.report import look
-from mpiparallel.report.picture import AXES, Picture, legend, rank_names, room_for_text, scale
+from mpiparallel.report.picture import AXES, Picture, legend, rank_names, scale
 
 MOST_POINTS = 2000  # of a curve; from there on every second, third, .. step is drawn
+SILENT = "No rank sent anything."
 
 
 def loss(metrics: list[dict], tokens_per_step: int) -> Picture:
@@ -77,7 +78,10 @@ def traffic(laws: list[dict], steps: int) -> Picture:
 
     laws : rows of axis, op, counted, formula (None where there is none). steps : of this run.
     """
+    title = "Bytes by mesh axis and operation"
     laws = [row for row in laws if row["counted"] or row["formula"]]
+    if not laws:
+        return Picture("traffic", title, SILENT)
     size, unit = look.unit_of_bytes(row["counted"] for row in laws)
     rows = [
         {
@@ -91,6 +95,7 @@ def traffic(laws: list[dict], steps: int) -> Picture:
         }
         for row in laws
     ]
+    most = max(max(row["counted"], row["formula"] or 0) for row in rows)
     tooltip = [
         alt.Tooltip("what:N", title="axis and operation"),
         alt.Tooltip("exact:N", title="bytes counted"),
@@ -101,7 +106,7 @@ def traffic(laws: list[dict], steps: int) -> Picture:
         x=alt.X(
             "counted:Q",
             title=f"{unit} in the whole run, all ranks together",
-            scale=room_for_text(max((row["counted"] for row in rows), default=0) or 1),
+            scale=alt.Scale(domain=[0, most], nice=False),
         ),
         color=alt.Color("axis:N", scale=scale(look.AXES), legend=None),
         tooltip=tooltip,
@@ -123,7 +128,7 @@ def traffic(laws: list[dict], steps: int) -> Picture:
         table.append((f"{row['axis']} {row['op']}", f"{row['counted']:,}", formula, per_step))
     return Picture(
         "traffic",
-        "Bytes by mesh axis and operation",
+        title,
         "A bar is what the ranks counted while they sent it; the black mark is what the formula of "
         "that axis says.",
         chart,
@@ -133,30 +138,18 @@ def traffic(laws: list[dict], steps: int) -> Picture:
 
 def matrix(between: dict[str, list[list[int]]]) -> Picture:
     """Who sent how much to whom. between : for every axis [from][to] in bytes."""
-    ranks = range(len(next(iter(between.values()))))
-    rows: list[dict[str, Any]] = []
-    for source in ranks:
-        for target in ranks:
-            by_axis = {axis: between[axis][source][target] for axis in AXES if axis in between}
-            total = sum(by_axis.values())
-            if total:
-                rows.append(
-                    {
-                        "from": source,
-                        "to": target,
-                        "bytes": total,
-                        "axis": look.NAMES_OF_AXES[max(by_axis, key=lambda axis: by_axis[axis])],
-                        **{axis: look.bytes_text(by_axis.get(axis, 0)) for axis in AXES},
-                    }
-                )
-    most = max((row["bytes"] for row in rows), default=0)
+    title = "Bytes from rank to rank"
+    order = list(range(len(next(iter(between.values())))))
+    rows = _pairs(between)
+    if not rows:
+        return Picture("matrix", title, SILENT)
+    most = max(row["bytes"] for row in rows)
     size, unit = look.unit_of_bytes([most])
     for row in rows:
         row["strength"] = (row["bytes"] / most) ** 0.5  # so that what is small can be seen
         short = look.digits(row["bytes"] / size)
         row["short"] = "<0.01" if short == "0.00" else short
     colours = {look.NAMES_OF_AXES[axis]: colour for axis, colour in look.AXES.items()}
-    order = list(ranks)
     numbers = len(order) <= 8  # more of them would not fit into their cells
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(
@@ -195,12 +188,32 @@ def matrix(between: dict[str, list[list[int]]]) -> Picture:
         layers.append(base.mark_text(color=look.INK, fontSize=11).encode(text="short:N"))
     return Picture(
         "matrix",
-        "Bytes from rank to rank",
-        "What the whole run sent. The colour is the axis that the pair "
-        "talked most on, the stronger the more bytes; blank pairs never talked.",
+        title,
+        "What the whole run sent. The colour is the axis that the pair talked most on, the "
+        "stronger the more bytes; blank pairs never talked.",
         alt.layer(*layers).properties(height=side),
         most_width=side + 80,
     )
+
+
+def _pairs(between: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+    """A row for every two ranks of which the first sent the second anything, on any axis."""
+    ranks = range(len(next(iter(between.values()))))
+    rows = []
+    for source in ranks:
+        for target in ranks:
+            sent = {axis: rows_of[source][target] for axis, rows_of in between.items()}
+            if any(sent.values()):
+                rows.append(
+                    {
+                        "from": source,
+                        "to": target,
+                        "bytes": sum(sent.values()),
+                        "axis": look.NAMES_OF_AXES[max(sent, key=lambda axis: sent[axis])],
+                        **{axis: look.bytes_text(sent.get(axis, 0)) for axis in AXES},
+                    }
+                )
+    return rows
 
 
 def memory(by_kind: dict[str, list[int]], mesh: dict[str, int]) -> Picture:
@@ -229,7 +242,7 @@ def memory(by_kind: dict[str, list[int]], mesh: dict[str, int]) -> Picture:
             x=alt.X(
                 "held:Q",
                 title=f"{unit} held",
-                scale=room_for_text(max(totals) / size),
+                scale=alt.Scale(domain=[0, max(totals) / size], nice=False),
             ),
             color=alt.Color("kind:N", title=None, scale=scale(colours), legend=legend()),
             order="order:Q",

@@ -83,9 +83,11 @@ def test_a_wait_that_ends_before_its_message_was_posted_is_all_bubble():
     trace = handmade_run.trace()
     send = next(e for e in trace["traceEvents"] if e["name"] == "isend pp" and e["tid"] == 0)
     send["args"]["posted"] += 2.5e3
-    parts = typical_step(trace).split()[1]
-    assert parts["pp"] == pytest.approx(0.001)
-    assert parts["bubble"] == pytest.approx(0.013)
+    step = typical_step(trace)
+    assert step.split()[1]["pp"] == pytest.approx(0.001)
+    assert step.split()[1]["bubble"] == pytest.approx(0.013)
+    bubble = next(span for span in step.spans[1] if span.what == "bubble")
+    assert bubble.end == pytest.approx(0.012)
 
 
 def test_messages_stand_where_they_were_posted():
@@ -124,6 +126,22 @@ def test_the_head_and_the_table_show_the_numbers_of_the_run(reported):
     for fact in ("dp 2 × pp 2 × tp 1", "4 on 2 nodes", "1,100", "320 tokens/s", "25.0%", "33.3%"):
         assert fact in page.texts["head"]
     assert "dp allreduce 16,000 16,000 2,000 pp isend 6,400 6,400 800" in page.texts["traffic"]
+
+
+def test_one_rank_sends_nothing(folder):
+    summary = handmade_run.summary() | {"mesh": {"dp": 1, "pp": 1, "tp": 1}, "ranks": 1, "nodes": 1}
+    summary["node_of_rank"] = [0]
+    summary["laws"] = [{"axis": "dp", "op": "allreduce", "counted": 0, "formula": 0}]
+    summary["bytes_between"] = {axis: [[0]] for axis in ("tp", "pp", "dp", "world")}
+    summary["memory"] = {"parameters": [2000], "gradients": [2000], "optimizer": [4000]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "trace.json").unlink()
+    assert main(["report", str(folder)]) == 0
+    page = Page(folder)
+    assert "No rank sent anything." in page.texts["traffic"]
+    assert "No rank sent anything." in page.texts["matrix"]
+    drawn = {path.stem for path in (folder / "pictures").iterdir()}
+    assert drawn == {"loss", "memory", "mesh"}
 
 
 def test_bytes_that_differ_from_the_formula_are_marked(folder):

@@ -122,7 +122,7 @@ def test_no_text_overlaps_another_or_is_cut(shown):
 
 def test_the_page_is_not_wider_than_the_screen(shown):
     wide, screen = shown.execute_script(
-        "return [document.documentElement.scrollWidth, window.innerWidth]"
+        "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
     )
     assert wide <= screen
 
