@@ -13,7 +13,9 @@ messages are made of:
     rank 0 waits 25 ms for B0's, posted at 42:                     22 bubble, 3 exposed
     rank 0 waits 10 ms for B1's, posted at 73:                      8 bubble, 2 exposed
 
-and replica 0 is idle for the last millisecond, replica 1 for the first.
+The last to post what all ranks do together is rank 2, at 100: all that ranks 0 and 1 wait there is
+bubble, and of what rank 3 waits from 80 to 101 all but 1 ms. Replica 0 is idle for the last
+millisecond, replica 1 for the first.
 """
 
 import json
@@ -21,10 +23,12 @@ import json
 MS = 1000.0  # of the trace's microseconds
 STEP = 7
 
-# By rank of a replica: seconds / 1000 of each kind in the step of 104 ms.
+# Milliseconds of every rank in the step of 104.
 SPLIT = [
+    {"compute": 63, "tp": 0, "pp": 5, "dp": 4, "world": 0, "bubble": 32, "other": 0},
+    {"compute": 63, "tp": 0, "pp": 3, "dp": 6, "world": 0, "bubble": 32, "other": 0},
     {"compute": 63, "tp": 0, "pp": 5, "dp": 4, "world": 1, "bubble": 31, "other": 0},
-    {"compute": 63, "tp": 0, "pp": 3, "dp": 6, "world": 21, "bubble": 11, "other": 0},
+    {"compute": 63, "tp": 0, "pp": 3, "dp": 6, "world": 1, "bubble": 31, "other": 0},
 ]
 MESH = {"dp": 2, "pp": 2, "tp": 1}
 BETWEEN = {

@@ -149,21 +149,24 @@ def split(step: Step, mesh: dict[str, int]) -> Picture:
         "step_time",
         f"Where the time of step {step.number} went",
         "An axis means waits that compute did not hide. Bubble is the part of a wait for a "
-        "pipeline message that lies before its sender posted it, and what is idle at both ends of "
-        "the step. A wait for a rank that comes late to a collective counts for that collective's "
-        "axis. Other is Python between the recorded actions.",
+        "pipeline message that lies before its sender posted it, the part of a wait in an "
+        "operation of all ranks before the last of them came, and what is idle at both ends of "
+        "the step. A wait for a late rank in a tp or dp operation counts for that axis. Other is "
+        "Python between the recorded actions.",
         chart,
     )
 
 
 def _places(mesh: dict[str, int]) -> tuple[list[float], list[tuple[float, str]], float]:
     """Where the timeline's rows are: the top of every rank's, (middle, text) of every label, and
-    the bottom of the last. A row has height 1; a pipeline rank's label stands above its rows."""
+    the bottom of the last. A row has height 1; where a pipeline rank has more than one row, its
+    label stands above them."""
     tops = [0.0] * (mesh["dp"] * mesh["pp"] * mesh["tp"])
     labels, top = [], 0.0
-    names = rank_names(mesh, ("dp", "tp"))
+    grouped = mesh["pp"] > 1 and mesh["dp"] * mesh["tp"] > 1
+    names = rank_names(mesh, ("dp", "tp")) if grouped else rank_names(mesh)
     for pp in range(mesh["pp"]):
-        if mesh["pp"] > 1:
+        if grouped:
             labels.append((top + 0.55, f"pipeline rank {pp}"))
             top += 1
         for dp in range(mesh["dp"]):
@@ -224,7 +227,7 @@ def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
     label = ""
     if span.what == "compute" and micro_batch is not None:
         room = span.seconds / length * (LEAST_WIDTH - 130)  # pixels, at least
-        label = str(micro_batch) if room >= 7 * len(str(micro_batch)) + 4 else ""
+        label = str(micro_batch) if room >= 6 * len(str(micro_batch)) + 4 else ""
     moved = details.get("bytes")
     return {
         "start": span.start * 1e3,

@@ -3,10 +3,12 @@
     rank 0   F0   F1   .........   B0   ....   B1   dp  optimizer
     rank 1   .... F0   B0     pp   F1   B1     dp       optimizer
 
-Dots are the bubble: the part of a wait for a pipeline message that lies before its sender posted
-it, and what is idle before a rank's first action and after its last, up to the end of the last
-rank. The rest of that wait, and every other wait in a communication call, is exposed communication.
-Of two things that lie in each other, as an all-reduce inside a forward, the inner one counts.
+Dots are the bubble, what a rank waits for other ranks' compute: the part of a wait for a pipeline
+message that lies before its sender posted it; the part of a wait in an operation of all ranks that
+lies before the last of them posted it; and what is idle before a rank's first action and after its
+last, up to the end of the last rank. The rest of these waits, and every other wait in a
+communication call, is exposed communication. Of two things that lie in each other, as an all-reduce
+inside a forward, the inner one counts.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Step:
 
     number : as the run counts it, from 1. first, last : the steps that were traced.
     seconds : from the first rank's start to the last rank's end.
-    spans : of every rank, by start; waits for pipeline messages are cut in bubble and rest.
+    spans : of every rank, by start; waits are cut into bubble and rest.
     sends : of every rank, its messages to other pipeline ranks, start and end when it posted them.
     """
 
@@ -106,9 +108,9 @@ def typical_step(trace: dict) -> Step:
             events[event["tid"]].append(event)
     for row in events:
         row.sort(key=lambda event: event["ts"])
-    sent = _times_of_sends(events)
+    arrivals = _messages(events) | _meetings(events)
     seconds = middle / 1e6
-    spans = [_spans(row, begin, seconds, sent) for row in events]
+    spans = [_spans(row, begin, seconds, arrivals) for row in events]
     first, last = trace["otherData"]["steps"]
     sends = [
         [_send(event, begin) for event in row if _is_message(event, "isend")] for row in events
@@ -134,20 +136,24 @@ def innermost(spans: Sequence[Span], seconds: float) -> list[Span]:
     return pieces
 
 
-def _times_of_sends(events: list[list[dict]]) -> dict[int, float]:
-    """By the id() of every receive's event: when its sender posted, in µs. events : by rank.
+# By the id() of an event that waits: what for, and when that was posted, in µs.
+_Arrivals = dict[int, tuple[str, float]]
+
+
+def _messages(events: list[list[dict]]) -> _Arrivals:
+    """For the receives of all ranks: their sends. events : a step's, by rank.
 
     Raises UserError where a pair of ranks sent and received different numbers of messages.
     """
-    messages: dict[tuple[int, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    pairs: dict[tuple[int, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in enumerate(events):
         for event in sorted(row, key=lambda event: event["args"].get("posted", event["ts"])):
             if _is_message(event, "isend"):
-                messages[rank, event["args"]["peer"]]["sends"].append(event)
+                pairs[rank, event["args"]["peer"]]["sends"].append(event)
             elif _is_message(event, "irecv"):
-                messages[event["args"]["peer"], rank]["receives"].append(event)
+                pairs[event["args"]["peer"], rank]["receives"].append(event)
     found = {}
-    for (source, target), ends in messages.items():
+    for (source, target), ends in pairs.items():
         sends, receives = ends["sends"], ends["receives"]
         if len(sends) != len(receives):
             raise UserError(
@@ -155,18 +161,34 @@ def _times_of_sends(events: list[list[dict]]) -> dict[int, float]:
                 f"which received {len(receives)}: the trace is not whole"
             )
         for send, receive in zip(sends, receives, strict=True):
-            found[id(receive)] = send["args"]["posted"]
+            found[id(receive)] = (f"wait for rank {source}", send["args"]["posted"])
     return found
 
 
-def _spans(events: list[dict], begin: float, seconds: float, sent: dict[int, float]) -> list[Span]:
-    """A rank's spans. sent : by id() of a receive's event, when its sender posted, in µs."""
+def _meetings(events: list[list[dict]]) -> _Arrivals:
+    """For the operations of all ranks together: when the last rank posted them. events : a step's,
+    by rank. Raises UserError where ranks had different numbers of them."""
+    rows = [[event for event in row if event["cat"] == "world"] for row in events]
+    if len({len(row) for row in rows}) > 1:
+        raise UserError(
+            "trace.json: ranks took part in different numbers of operations of all ranks in a "
+            "step: the trace is not whole"
+        )
+    found = {}
+    for together in zip(*rows, strict=True):
+        last = max(event["args"]["posted"] for event in together)
+        found.update({id(event): ("wait for the last rank", last) for event in together})
+    return found
+
+
+def _spans(events: list[dict], begin: float, seconds: float, arrivals: _Arrivals) -> list[Span]:
+    """A rank's spans, of its events in a step that began at `begin` µs."""
     spans = []
     for event in events:
         start, end = (event["ts"] - begin) / 1e6, (_end(event) - begin) / 1e6
-        if id(event) in sent:
-            cut = min(max(start, (sent[id(event)] - begin) / 1e6), end)
-            name = f"wait for rank {event['args']['peer']}"
+        if id(event) in arrivals:
+            name, posted = arrivals[id(event)]
+            cut = min(max(start, (posted - begin) / 1e6), end)
             spans.append(Span("bubble", name, start, cut, event["args"]))
             start = cut
         spans.append(Span(event["cat"], event["name"], start, end, event["args"]))

@@ -50,7 +50,7 @@ def refused(folder, capsys):
 def test_the_seconds_of_every_rank_are_those_worked_out_by_hand():
     step = typical_step(handmade_run.trace())
     for rank, parts in enumerate(step.split()):
-        expected = handmade_run.SPLIT[rank % 2]
+        expected = handmade_run.SPLIT[rank]
         assert {part: seconds * 1e3 for part, seconds in parts.items()} == pytest.approx(expected)
 
 
@@ -85,7 +85,7 @@ def test_a_wait_that_ends_before_its_message_was_posted_is_all_bubble():
     send["args"]["posted"] += 2.5e3
     step = typical_step(trace)
     assert step.split()[1]["pp"] == pytest.approx(0.001)
-    assert step.split()[1]["bubble"] == pytest.approx(0.013)
+    assert step.split()[1]["bubble"] == pytest.approx(0.034)
     bubble = next(span for span in step.spans[1] if span.what == "bubble")
     assert bubble.end == pytest.approx(0.012)
 
@@ -159,6 +159,28 @@ def test_the_page_refers_to_nothing_outside_itself(reported):
     assert Page(reported).addresses == ["data:,"]  # the icon: none
 
 
+@pytest.mark.parametrize(
+    ("mesh", "labels"),
+    [
+        (
+            {"dp": 1, "pp": 2, "tp": 2},
+            ["pipeline rank 0", "rank 0 · tp0", "rank 1 · tp1"]
+            + ["pipeline rank 1", "rank 2 · tp0", "rank 3 · tp1"],
+        ),
+        ({"dp": 1, "pp": 2, "tp": 1}, ["rank 0 · pp0", "rank 1 · pp1"]),
+        ({"dp": 1, "pp": 1, "tp": 1}, ["rank 0"]),
+    ],
+)
+def test_the_rows_of_the_timeline_are_grouped_by_pipeline_rank(mesh, labels):
+    from mpiparallel.report import step_pictures
+
+    ranks = mesh["pp"] * mesh["tp"]
+    forward = Span("compute", "F", 0.0, 1.0, {"kind": "F"})
+    step = Step(1, 1, 1, 1.0, [[forward]] * ranks, [[]] * ranks)
+    chart = step_pictures.timeline(step, mesh).chart
+    assert str(labels) in chart.layer[0].encoding.y.axis.labelExpr
+
+
 def test_a_mesh_whose_nodes_take_turns_has_a_box_around_each_rank():
     from mpiparallel.report import mesh_picture
 
@@ -215,6 +237,17 @@ def test_a_trace_that_lacks_a_message(refused, folder):
     ]
     (folder / "trace.json").write_text(json.dumps(trace))
     assert "rank 2 sent 0 messages to rank 3 in a step, which received 2" in refused()
+
+
+def test_a_trace_that_lacks_an_operation_of_all_ranks(refused, folder):
+    trace = handmade_run.trace()
+    trace["traceEvents"] = [
+        event
+        for event in trace["traceEvents"]
+        if not (event["name"] == "allreduce world" and event["tid"] == 2)
+    ]
+    (folder / "trace.json").write_text(json.dumps(trace))
+    assert "different numbers of operations of all ranks in a step" in refused()
 
 
 def test_without_altair_one_line_says_what_to_install(folder):
