@@ -114,6 +114,13 @@ class Mesh:
         """The Group of an axis by its name."""
         return {"dp": self.dp, "pp": self.pp, "tp": self.tp, "world": self.world}[axis]
 
+    def world_rank(self, axis: str, rank: int) -> int:
+        """The rank in the world of the `rank`-th of this rank's group on an axis."""
+        if axis == "world":
+            return rank
+        _, pp, tp = self.shape
+        return self.coordinates._replace(**{axis: rank}).rank(pp, tp)
+
     def limit_blas_threads(self) -> int | None:
         """Set this rank's BLAS threads to cores / ranks on its node, at least one.
 

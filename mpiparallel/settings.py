@@ -94,6 +94,13 @@ class Settings:
         None, "go on from a checkpoint: a run's folder, or one of its checkpoints", kind=str
     )
     sample: int = _setting(300, "tokens of sample text at the end, 0 for none", low=0)
+    trace: str = _setting(
+        "",
+        "record a timeline of all steps, or of those from A to B: A-B, counted from 1",
+        kind=str,
+        nargs="?",
+        const="all",
+    )
     timeout: float = _setting(
         300.0, "seconds after which a rank stops waiting for another", kind=float, low=0.001
     )
@@ -113,6 +120,25 @@ class Settings:
             vocabulary=self.vocab_size or vocabulary,
             sequence=self.seq_len,
         )
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The beginnings of names of parameters that are not trained."""
+        return tuple(filter(None, self.freeze.split(",")))
+
+    def traced_steps(self) -> range:
+        """The steps, counted from 1, that a timeline is recorded of. Raises UserError."""
+        if self.trace in ("", "all"):
+            return range(1, self.steps + 1 if self.trace else 1)
+        first, _, last = self.trace.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise UserError(f"--trace {self.trace}: legal: nothing, a step such as 5, or 5-8")
+        steps = range(int(first), int(last or first) + 1)
+        if not steps or not 1 <= steps[0] <= steps[-1] <= self.steps:
+            raise UserError(
+                f"--trace {self.trace}: legal: steps from 1 to {self.steps}, the first one first"
+            )
+        return steps
 
     def toml(self) -> str:
         """The settings as a file that --config reads."""
@@ -142,6 +168,7 @@ def add_arguments(
             choices=field.metadata.get("choices"),
             default=argparse.SUPPRESS,
             metavar=None if "choices" in field.metadata else name.upper(),
+            **{key: field.metadata[key] for key in ("nargs", "const") if key in field.metadata},
             help=field.metadata["help"] + default,
         )
 
@@ -199,6 +226,7 @@ def check(settings: Settings, ranks: int) -> Settings:
             f"--global-batch {s.global_batch}: dp={s.dp} does not divide it; "
             f"legal: a multiple of {s.dp}, such as {_listed(nearest)}"
         )
+    s.traced_steps()
     replica = s.global_batch // s.dp
     if s.micro_batches is None:
         s = dataclasses.replace(s, micro_batches=min(replica, 2 * s.pp) if s.pp > 1 else 1)

@@ -29,6 +29,7 @@ from mpiparallel.checkpoint.manifest import Manifest
 from mpiparallel.checkpoint.save import save
 from mpiparallel.checkpoint.trainer_state import moment_pieces, weight_pieces
 from mpiparallel.comm.agree import agree
+from mpiparallel.comm.trace import Trace
 from mpiparallel.data import Batch, Corpus, Tokenizer
 from mpiparallel.data_parallel.zero import DataParallel
 from mpiparallel.errors import RunError
@@ -84,9 +85,8 @@ class Trainer:
         self.operations = derive_messages(self.schedule)[mesh.pp.rank]
         self.model = GPT(config, mesh.tp, self.placement, mesh.pp.rank)
         self.model.initialize(settings.seed, settings.dtype)
-        frozen = tuple(filter(None, settings.freeze.split(",")))
         for parameter in self.model.parameters:
-            parameter.frozen = bool(frozen) and parameter.name.startswith(frozen)
+            parameter.frozen = parameter.name.startswith(settings.frozen)
         self.data_parallel = DataParallel(
             self.model,
             mesh.dp,
@@ -109,12 +109,16 @@ class Trainer:
 
         Raises RunError on every rank, and changes nothing, where loss or norm is not finite.
         """
-        self.mesh.watch.step = self.optimizer.steps + 1
+        watch, begun = self.mesh.watch, time.perf_counter()
+        watch.step = self.optimizer.steps + 1
         result = self.gradients(batch)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise self._diverged(batch, result)
+        known = time.perf_counter()
         self.optimizer.step(lr, clip_scale(result.grad_norm, self.settings.clip))
+        watch.worked("optimizer", known, time.perf_counter())
         self.data_parallel.publish_weights()
+        watch.worked("step", begun, time.perf_counter())
         return result
 
     def gradients(self, batch: Batch) -> StepResult:
@@ -279,6 +283,7 @@ def train(
         if checkpoint:
             trainer.resume(*checkpoint)
             first = checkpoint[1].step
+        trace, traced = Trace(), settings.traced_steps()
         log = RunLog(settings, config, mesh, first)
         log.start(threads, tokenizer.vocabulary, len(corpus.train))
         for step in range(first, settings.steps):
@@ -291,10 +296,12 @@ def train(
             )
             started = time.perf_counter()
             batch = corpus.batch(settings.seed, step, settings.global_batch)
+            done = step + 1
+            mesh.watch.trace = trace if done in traced else None
             result = trainer.step(batch, rate)
+            mesh.watch.trace = None
             seconds = time.perf_counter() - started
 
-            done = step + 1
             last = done == settings.steps
             val_loss = None
             if last or (settings.eval_every and done % settings.eval_every == 0):
@@ -302,6 +309,8 @@ def train(
             log.step(done, result, rate, seconds, val_loss)
             if last or result.stop or (settings.save_every and done % settings.save_every == 0):
                 trainer.save(tokenizer, done)
+            if traced and (done == traced[-1] or (result.stop and done in traced)):
+                log.trace(trace)
             if result.stop and not last:
                 log.stopped(done)
                 return

@@ -67,7 +67,8 @@ def ranks_of(folder: Path) -> list[int]:
 
 def rows(folder: Path, out: str) -> list[tuple[float, float]]:
     """(loss, norm) of every step that was written whole."""
-    text = (folder / out / "metrics.jsonl").read_text()
+    file = folder / out / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     return [(row["loss"], row["grad_norm"]) for row in lines]
 
@@ -85,7 +86,11 @@ def soak(folder: Path, kills: int, seed: int) -> str:
     dice = random.Random(seed)
     (folder / "text.txt").write_text("it was the best of times, it was the worst of times;\n" * 30)
     steps = ("--steps", str(STEPS_PER_KILL * kills))
+    born = time.monotonic()
     undisturbed = start(folder, *steps, "--out", "whole", "--save-every", "0")
+    while not rows(folder, "whole") and undisturbed.poll() is None:
+        time.sleep(0.05)
+    start_up = time.monotonic() - born
     assert undisturbed.wait(timeout=900) == 0, (folder / "log.txt").read_text()
     right = rows(folder, "whole")
 
@@ -95,7 +100,7 @@ def soak(folder: Path, kills: int, seed: int) -> str:
         resume = ["--resume", "run"] if known else []
         run = start(folder, *steps, "--out", "run", "--save-every", "1", *resume)
         born = time.time()
-        time.sleep(0.5 + 1.5 * dice.random())
+        time.sleep(dice.uniform(0.3 * start_up, start_up + 1))  # starting, training or saving
         assert run.poll() is None, f"the run ended by itself: {(folder / 'log.txt').read_text()}"
         ranks = ranks_of(folder)
         if not ranks:
@@ -115,7 +120,10 @@ def soak(folder: Path, kills: int, seed: int) -> str:
         assert not left, f"{len(left)} ranks live on"
 
     last = start(folder, *steps, "--out", "run", "--save-every", "0", "--resume", "run")
-    time.sleep(3)
+    reached, until = len(rows(folder, "run")), time.monotonic() + 60
+    while len(rows(folder, "run")) <= reached:  # a rank that has just begun knows no signal yet
+        assert time.monotonic() < until, "the last run does not get on"
+        time.sleep(0.1)
     last.send_signal(signal.SIGUSR1)
     assert last.wait(timeout=60) == 0, "a run that was asked to stop did not end well"
     found = rows(folder, "run")

@@ -3,7 +3,7 @@
 Each of these sums n bytes over p ranks in place, and leaves the same bits on all of them:
 
     algorithm            bytes that a rank sends                        what `auto` takes it for
-    window               2(p-1)/p n, and (p-1) n up to 64 KiB           a node's ranks, up to 32 MiB
+    window               none: memory, counted as a ring's              a node's ranks, up to 32 MiB
     mpi                  what MPI_Allreduce does, counted as a ring     up to 256 KiB elsewhere
     hierarchical         2(m-1)/m n inside, 2(k-1)/k n/m across         k nodes of m ranks
     ring                 2(p-1)/p n                                     others

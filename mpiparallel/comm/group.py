@@ -29,6 +29,7 @@ from mpi4py import MPI
 
 from mpiparallel import backend
 from mpiparallel.comm.ledger import Ledger, ring_bytes
+from mpiparallel.comm.trace import Entry
 from mpiparallel.comm.watch import LOOK_SECONDS, Watch
 
 if TYPE_CHECKING:
@@ -57,8 +58,10 @@ class CommunicationTimeout(TimeoutError):
 class Pending:
     """An operation that was posted. `wait` completes it and returns its array.
 
+    peer : whom it waits for, in words; rank : the same as a rank of the group, where it is one.
     ready : lets MPI make progress, and says whether the operation is complete.
-    finish : called once it is; gives what `wait` returns.
+    finish : called once it is; gives what `wait` returns. bytes : of the message, or sent.
+    posted : when its posting began, by time.perf_counter; now, where that is not said.
     """
 
     def __init__(
@@ -68,9 +71,16 @@ class Pending:
         peer: str,
         ready: Callable[[], bool],
         finish: Callable[[], Any],
+        *,
+        bytes: int = 0,
+        rank: int | None = None,
+        posted: float | None = None,
     ):
         self._group, self._op, self._peer = group, op, peer
         self.test, self._finish = ready, finish  # test: True once `wait` would return at once
+        self._bytes, self._rank = bytes, rank
+        watch = group.watch
+        self._posted = watch.trace and (posted or time.perf_counter(), watch.step, watch.action)
 
     def wait(self):
         """Complete the operation: the received or combined array, or the array that was sent.
@@ -90,7 +100,12 @@ class Pending:
                 group.look_up(self._op, self._peer, start)
         group.watch.waiting = None
         result = self._finish()
-        group.ledger.add(group.axis, self._op, seconds=time.perf_counter() - start)
+        end, trace = time.perf_counter(), group.watch.trace
+        group.ledger.add(group.axis, self._op, seconds=end - start)
+        if trace is not None and self._posted:
+            posted, step, action = self._posted
+            where = (posted, self._bytes, self._rank)
+            trace.add(Entry(self._op, group.axis, start, end, step, action, *where))
         return result
 
 
@@ -183,7 +198,7 @@ class Group:
             buffer[...] = _host(array)
         flat, start = buffer.reshape(-1), self.communicator.Iallreduce
         requests = [start(MPI.IN_PLACE, part, mpi_op) for part in _parts(flat)]
-        sent = ring_bytes("allreduce", buffer.nbytes, self.size)
+        sent = ring_bytes("allreduce", buffer.nbytes, self.size, self.rank)
         return self._post("allreduce", sent, requests, lambda: _fill(out, buffer))
 
     def allgather(self, array, dim: int = 0, out=None):
@@ -239,6 +254,9 @@ class Group:
         blocks = np.ascontiguousarray(self._blocks("alltoall", array, dim))
         outgoing = _raw(blocks).reshape(self.size, -1)
         incoming = np.empty_like(outgoing)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.ledger.add_to(self.axis, peer, outgoing.shape[1])
         requests, copies = [], []
         for piece in _pieces(outgoing.shape[1]):
             part = np.empty_like(outgoing[:, piece], order="C")
@@ -268,7 +286,10 @@ class Group:
             buffer[...] = _host(array)
         raw = _raw(buffer)
         requests = [self.communicator.Ibcast(part, root) for part in _parts(raw)]
-        sent = raw.size * (self.size - 1) if self.rank == root else 0
+        receivers = [peer for peer in range(self.size) if peer != root] if self.rank == root else []
+        for peer in receivers:
+            self.ledger.add_to(self.axis, peer, raw.size)
+        sent = raw.size * len(receivers)
         return self._post("bcast", sent, requests, lambda: _fill(out, buffer)).wait()
 
     def allgather_json(self, value) -> list:
@@ -308,11 +329,13 @@ class Group:
 
     def _isend(self, op: str, array, dest: int, tag: int, part_of: str | None = None) -> Pending:
         self._check_peer(dest)
+        posted = time.perf_counter()
         raw = _raw(_host(array))
         send = self.communicator.Issend if self.synchronous_sends else self.communicator.Isend
         self._check_tag(tag)
         requests = [send(part, dest, tag) for part in _parts(raw)]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None, bytes=raw.size)
+        self.ledger.add_to(self.axis, dest, raw.size)
         # MPI reads from `raw`, so the closure keeps it alive until the send is complete.
         pending = Pending(
             self,
@@ -320,6 +343,9 @@ class Group:
             f"to {self.axis} {dest}",
             _complete(requests),
             lambda: (array, raw)[0],
+            bytes=raw.size,
+            rank=dest,
+            posted=posted,
         )
         if self.synchronous_sends:
             pending.wait()
@@ -336,14 +362,25 @@ class Group:
         requests = [self.communicator.Irecv(part, source, tag) for part in _parts(raw)]
         self.ledger.add(self.axis, part_of or op, calls=part_of is None)
         peer = f"from {self.axis} {source}"
-        return Pending(self, part_of or op, peer, _complete(requests), lambda: _fill(out, buffer))
+        return Pending(
+            self,
+            part_of or op,
+            peer,
+            _complete(requests),
+            lambda: _fill(out, buffer),
+            bytes=raw.size,
+            rank=source,
+        )
 
     def _collective(self, op: str, array_bytes: int, requests: list, finish: Callable):
-        return self._post(op, ring_bytes(op, array_bytes, self.size), requests, finish).wait()
+        return self._post(
+            op, ring_bytes(op, array_bytes, self.size, self.rank), requests, finish
+        ).wait()
 
     def _post(self, op: str, sent: int, requests: list, finish: Callable) -> Pending:
         self.ledger.add(self.axis, op, calls=1, bytes=sent)
-        return Pending(self, op, f"with its {self.size} ranks", _complete(requests), finish)
+        peers = f"with its {self.size} ranks"
+        return Pending(self, op, peers, _complete(requests), finish, bytes=sent)
 
     def _blocks(self, op: str, array, dim: int) -> np.ndarray:
         """A view (p, ..., dim / p, ...) of the array's p parts along `dim`."""

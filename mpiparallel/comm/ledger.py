@@ -5,14 +5,19 @@
     pp     isend          8    262144     0.002
 
 `bytes` is what this rank sends. Of a collective that MPI carries out itself nobody outside the
-library can see the messages, so it is counted as what a ring would send (Thakur et al. 2005):
+library can see the messages, and in shared memory there are none, so both are counted as what a
+ring would send (Thakur et al. 2005):
 
     all-reduce                    2 (p-1)/p of the array
     reduce-scatter, all-gather      (p-1)/p of the full array
     all-to-all                      (p-1)/p of the array (what leaves the rank)
     broadcast                     (p-1) copies of the array, on the root
+
+Added up over the ranks these are exact; of one rank they are those of its chunks, which differ by
+a byte where p does not divide the array.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +37,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], Row] = {}
+        self._to: Counter[tuple[str, int]] = Counter()
 
     def row(self, axis: str, op: str) -> Row:
         """The totals of `op` on `axis`, to read or to add to."""
@@ -49,6 +55,18 @@ class Ledger:
         row.bytes += bytes
         row.seconds += seconds
 
+    def add_to(self, axis: str, peer: int, bytes: int) -> None:
+        """Note that of the bytes on `axis` so many went to its rank `peer`."""
+        self._to[axis, peer] += bytes
+
+    def bytes_to(self, axis: str, rank: int, size: int) -> list[int]:
+        """Bytes that this rank, the `rank`-th of `size` on `axis`, has sent to each of them: those
+        of messages to whom they went, those that are counted as a ring's to its right neighbour."""
+        sent = [self._to[axis, peer] for peer in range(size)]
+        total = sum(row.bytes for (where, _), row in self._rows.items() if where == axis)
+        sent[(rank + 1) % size] += total - sum(sent)
+        return sent
+
     def rows(self) -> list[dict]:
         """One dict per row, sorted: axis, op, calls, bytes, seconds."""
         return [
@@ -58,11 +76,11 @@ class Ledger:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is counted inside is forgotten: evaluation and sampling are not training traffic."""
-        kept, self._rows = self._rows, {}
+        kept, self._rows, self._to = (self._rows, self._to), {}, Counter()
         try:
             yield
         finally:
-            self._rows = kept
+            self._rows, self._to = kept
 
     @staticmethod
     def merge(ledgers: list[list[dict]]) -> list[dict]:
@@ -74,11 +92,20 @@ class Ledger:
         return total.rows()
 
 
-def ring_bytes(op: str, array_bytes: int, size: int) -> int:
-    """Bytes that one rank of `size` sends for a collective, as a ring carries it out.
+def ring_bytes(op: str, array_bytes: int, size: int, rank: int) -> int:
+    """Bytes that the `rank`-th of `size` ranks sends for a collective, as a ring carries it out.
 
     `array_bytes` is the array that `op` reduces, or the full one that it gathers, scatters or
-    exchanges. Exact where `size` divides it; rounded to the nearest byte where it does not.
+    exchanges. It is cut into `size` chunks as even as can be. Over all ranks the sum is exactly
+    (size-1) times the array, twice that for an all-reduce.
     """
-    factor = 2 if op == "allreduce" else 1
-    return round(factor * (size - 1) * array_bytes / size)
+
+    def all_but(chunk: int) -> int:
+        chunk %= size
+        return array_bytes - (array_bytes * (chunk + 1) // size - array_bytes * chunk // size)
+
+    # Reduce-scatter ends with the rank's own chunk, which it never sends; all-gather with its
+    # right neighbour's.
+    if op == "allreduce":
+        return all_but(rank) + all_but(rank + 1)
+    return all_but(rank + 1 if op == "allgather" else rank)

@@ -19,6 +19,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpiparallel.comm.trace import Entry, Trace
+
 _ASK, _ANSWER = 1, 2
 ANSWER_SECONDS = 2.0  # how long to wait for answers
 LOOK_SECONDS = 0.05  # how often a rank that waits looks for questions
@@ -29,6 +31,7 @@ class Watch:
 
     step, action : what the rank is doing, kept up to date by the trainer and the executor.
     waiting : the operation that it waits for, and since when; kept up to date by `Pending.wait`.
+    trace : where what it does is recorded, while it is.
     """
 
     def __init__(self, communicator: MPI.Intracomm | None = None, coordinates: Any = ()):
@@ -37,6 +40,12 @@ class Watch:
         self.step: int | None = None
         self.action: Any = None
         self.waiting: tuple[str, float] | None = None
+        self.trace: Trace | None = None
+
+    def worked(self, what: str, start: float, end: float) -> None:
+        """Record work that the rank has done, if a trace is being kept."""
+        if self.trace is not None:
+            self.trace.add(Entry(what, "", start, end, self.step, self.action))
 
     def free(self) -> None:
         """Give the communicator back. All ranks call it."""

@@ -92,19 +92,24 @@ class Executor:
                 case PostReceive(message):
                     batch, sequence = micro_batches[message.micro_batch].tokens.shape
                     buffer = xp.empty((batch, sequence, self.model.hidden), self.dtype)
+                    self.pp.watch.action = message
                     posted[message] = self.pp.irecv(buffer, message.sender, self._tag(message))
                 case WaitReceive(message):
                     self.pp.watch.action = message
                     self.arrays[_key(message)] = posted.pop(message).wait()
                 case Send(message):
                     array = self.arrays.pop(_key(message))
+                    self.pp.watch.action = message
                     sending.append(self.pp.isend(array, message.receiver, self._tag(message)))
-                    sending = [pending for pending in sending if not pending.test()]
+                    while sending and sending[0].test():  # so that its array is let go
+                        sending.pop(0).wait()
                 case Action():
                     self.pp.watch.action = entry
                     start = time.perf_counter()
                     self._act(entry)
-                    self.outcome.spans.append((entry, start, time.perf_counter()))
+                    end = time.perf_counter()
+                    self.outcome.spans.append((entry, start, end))
+                    self.pp.watch.worked(entry.kind, start, end)
                     self.between()
         self.pp.watch.action = None
         for pending in sending:

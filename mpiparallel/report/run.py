@@ -16,10 +16,13 @@ from typing import IO, Any
 
 from mpiparallel.bench.matmul import matmul_peak
 from mpiparallel.comm.ledger import Ledger
+from mpiparallel.comm.trace import Trace
 from mpiparallel.errors import UserError
-from mpiparallel.mesh import Mesh
+from mpiparallel.mesh import AXES, Mesh
 from mpiparallel.model_config import ModelConfig
 from mpiparallel.pipeline.simulate import simulate
+from mpiparallel.plan import laws
+from mpiparallel.report import chrome
 from mpiparallel.settings import Settings
 
 QUIET_SECONDS = 5.0  # a progress line at most so often, besides the first, the last, evaluations
@@ -110,12 +113,25 @@ class RunLog:
             f"python -m mpiparallel train --config {out}/config.toml --resume {out}"
         )
 
+    def trace(self, trace: Trace) -> None:
+        """Write trace.json. Every rank calls."""
+        file = Path(self.settings.out) / "trace.json"
+        dropped = chrome.write(file, trace, self.mesh)
+        said = f"timeline written to {file}: open it in ui.perfetto.dev"
+        if dropped:
+            said += (
+                f"; it is full, {dropped:,} entries are missing: record fewer steps, such as "
+                f"--trace {self.settings.steps}"
+            )
+        self._print(said)
+
     def finish(self, trainer) -> None:
         """Write summary.json of a Trainer's run. Every rank calls."""
         optimizer, state = trainer.optimizer, trainer.data_parallel
         mesh, s = self.mesh, self.settings
         mine: dict[str, Any] = {
             "ledger": mesh.ledger.rows(),
+            "bytes_to": {axis: self._bytes_to(axis) for axis in (*AXES, "world")},
             "busy": self.busy,
             "cost": self.cost,
             "memory": {
@@ -129,6 +145,7 @@ class RunLog:
             return
         cost = max(rank["cost"] for rank in every)
         work = sum(rank["busy"] for rank in every) / len(every)
+        ledger = Ledger.merge([rank["ledger"] for rank in every])
         summary = {
             "mesh": {"dp": s.dp, "pp": s.pp, "tp": s.tp},
             "ranks": mesh.size,
@@ -141,7 +158,12 @@ class RunLog:
             "seconds": self.seconds,
             "tokens_per_second": (s.steps - self.first) * s.global_batch * s.seq_len / self.seconds,
             "matmul_flops_per_second": self.peak,
-            "ledger": Ledger.merge([rank["ledger"] for rank in every]),
+            "ledger": ledger,
+            "laws": self._laws(trainer, ledger),
+            "bytes_between": {
+                axis: [rank["bytes_to"][axis] for rank in every] for axis in mine["bytes_to"]
+            },
+            "node_of_rank": mesh.node_of,
             "memory": {kind: [rank["memory"][kind] for rank in every] for kind in mine["memory"]},
             "gradient_communication_seconds": {
                 kind: [rank["communication"][kind] for rank in every]
@@ -155,24 +177,48 @@ class RunLog:
         (Path(s.out) / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         assert self.metrics
         self.metrics.close()
-        self._print(self._traffic(summary["ledger"]))
+        self._print(self._traffic(summary["laws"]))
         self._print(f"written to {s.out}")
 
     def sample(self, text: str) -> None:
         """Show what the model writes."""
         self._print(f"\na sample of what it writes:\n\n{text}\n")
 
-    def _traffic(self, ledger: list[dict]) -> str:
-        """Bytes by axis and operation, per rank and step."""
-        scale = self.mesh.size * (self.settings.steps - self.first)
-        lines = ["sent per rank and step:"]
-        for row in ledger:
-            if row["bytes"]:
-                lines.append(
-                    f"    {row['axis']:<6} {row['op']:<10} {row['calls'] / scale:>7.1f} calls   "
-                    f"{row['bytes'] / scale:>12,.0f} bytes"
-                )
-        return "\n".join(lines)
+    def _bytes_to(self, axis: str) -> list[int]:
+        """Bytes that this rank has sent on an axis to each rank of the world."""
+        mesh, group = self.mesh, self.mesh.group(axis)
+        found = [0] * mesh.size
+        for peer, sent in enumerate(mesh.ledger.bytes_to(axis, group.rank, group.size)):
+            found[mesh.world_rank(axis, peer)] += sent
+        return found
+
+    def _laws(self, trainer, ledger: list[dict]) -> list[dict[str, Any]]:
+        """Rows of axis, op, and the bytes of the run: counted, and by formula (plan/laws.py)."""
+        formula = laws.traffic(laws.Step.of(self.settings, self.config, trainer.placement))
+        steps = self.settings.steps - self.first
+        counted = {(row["axis"], row["op"]): row["bytes"] for row in ledger if row["bytes"]}
+        return [
+            {
+                "axis": axis,
+                "op": op,
+                "counted": counted.get((axis, op), 0),
+                "formula": formula.get((axis, op), 0) * steps,
+            }
+            for axis, op in sorted(counted.keys() | formula.keys())
+        ]
+
+    def _traffic(self, rows: list[dict]) -> str:
+        """Bytes by axis and operation, counted and by formula, of a step, all ranks together."""
+        steps = self.settings.steps - self.first
+        lines = ["bytes sent per step, all ranks together:", ""]
+        lines.append(f"    {'axis':<6} {'operation':<15}{'counted':>14} {'by formula':>14}")
+        for row in rows:
+            same = "" if row["counted"] == row["formula"] else "   !="
+            lines.append(
+                f"    {row['axis']:<6} {row['op']:<15}{row['counted'] / steps:>14,.0f} "
+                f"{row['formula'] / steps:>14,.0f}{same}"
+            )
+        return "\n".join([*lines, ""])
 
     def _print(self, text: str) -> None:
         if self.mesh.rank == 0:

@@ -39,6 +39,7 @@ def group(request, monkeypatch):
     algorithm, size = request.param
     monkeypatch.setattr(window, "BLOCK", 8192)
     monkeypatch.setattr(window, "SMALL", 1024)
+    monkeypatch.setattr(window, "STRIP", 512)
     nodes = [rank // 2 for rank in range(size)] if algorithm == "hierarchical" else None
     made = make_group(size, nodes)
     yield made
@@ -134,11 +135,8 @@ def test_the_ledger_counts_one_call_and_the_bytes_that_were_sent(group, algorith
         [row] = group.ledger.rows()
         assert (row["axis"], row["op"], row["calls"]) == ("dp", "allreduce", 1)
         n, sent = 4 * length, row["bytes"]
-        small = n <= window.SMALL
-        if algorithm in ("ring", "mpi") or (algorithm in ("auto", "window") and not small):
+        if algorithm in ("ring", "mpi", "auto", "window"):
             assert sent == ring_share * n // p
-        elif algorithm in ("auto", "window"):
-            assert sent == (p - 1) * n
         elif algorithm == "recursive_doubling":
             total = group.communicator.allreduce(sent)
             extra = p - (1 << log2)

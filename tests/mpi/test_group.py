@@ -221,9 +221,31 @@ def test_the_ledger_counts_what_a_ring_would_send(world):
 
 
 def test_ring_bytes_are_the_published_fractions():
-    assert ring_bytes("allreduce", 1000, 4) == 1500  # 2 (p-1)/p
-    assert ring_bytes("allgather", 1000, 4) == 750
-    assert ring_bytes("allreduce", 1000, 1) == 0
+    assert ring_bytes("allreduce", 1000, 4, 2) == 1500  # 2 (p-1)/p
+    assert ring_bytes("allgather", 1000, 4, 2) == 750
+    assert ring_bytes("allreduce", 1000, 1, 0) == 0
+
+
+@pytest.mark.parametrize(("op", "times"), [("allreduce", 2), ("allgather", 1), ("alltoall", 1)])
+def test_ring_bytes_add_up_exactly_where_chunks_are_unequal(op, times):
+    assert sum(ring_bytes(op, 100, 7, rank) for rank in range(7)) == times * 6 * 100
+
+
+def test_the_ledger_knows_to_whom_bytes_went(world):
+    p, rank = world.size, world.rank
+    right = (rank + 1) % p
+    world.ledger = Ledger()
+    world.allreduce(np.zeros(5 * p))  # counted as a ring's: to the right neighbour
+    world.alltoall(np.zeros(p, "int32"))
+    world.bcast(np.zeros(3), root=0)
+    pending = world.irecv(np.zeros(2), (rank - 2) % p)
+    world.isend(np.zeros(2), (rank + 2) % p).wait()
+    pending.wait()
+    expected = [4 + 24 * (rank == 0) if peer != rank else 0 for peer in range(p)]
+    expected[right] += 2 * (p - 1) * 40
+    expected[(rank + 2) % p] += 16
+    assert world.ledger.bytes_to("world", rank, p) == expected
+    assert sum(expected) == sum(row["bytes"] for row in world.ledger.rows())
 
 
 @pytest.mark.mpi(min_size=2)

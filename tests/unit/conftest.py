@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-# What Open MPI's launcher says of its own when a rank exits with a status: between two rules.
-BANNER = re.compile(r"^-{60,}\n.*?^-{60,}\n\0?", re.MULTILINE | re.DOTALL)
+# What Open MPI's launcher says of its own when a rank exits with a status: between two rules, and
+# now and then that it cannot reach the rank any more.
+BANNER = re.compile(
+    r"^-{60,}\n.*?^-{60,}\n\0?|^\[[^\n]*\] PMIX ERROR: [^\n]*\n", re.MULTILINE | re.DOTALL
+)
 
 
 class Finished(NamedTuple):

@@ -41,6 +41,9 @@ MISTAKES = [
     (2, ["--config", "wrong.toml"], ["--layers two", "whole number"]),
     (2, ["--config", "broken.toml"], ["broken.toml", "not TOML"]),
     (2, ["--config", "nowhere.toml"], ["nowhere.toml", "cannot be read"]),
+    (2, ["--trace", "5-3"], ["--trace 5-3", "the first one first"]),
+    (2, ["--trace", "0"], ["--trace 0", "1 to 2000"]),
+    (2, ["--trace", "often"], ["--trace often", "5-8"]),
     (2, ["--out", "text.txt/run"], ["--out text.txt/run", "cannot be written"]),
 ]
 
@@ -127,6 +130,40 @@ def test_a_run_writes_what_it_promises_and_generate_reads_it_on_another_mesh(
     assert again.status == 0, again.err
     repeated = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["loss"] for row in repeated] == [row["loss"] for row in rows]
+
+
+def test_a_range_of_steps_is_traced(mpiparallel, text, tmp_path):
+    run = ["train", *TINY, "--data", text, "--steps", 4, "--out", "run", "--pp", 2]
+    done = mpiparallel(2, *run, "--trace", "2-3")
+    assert (done.status, done.err) == (0, "")
+    assert "run/trace.json" in done.out
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    assert trace["otherData"]["steps"] == [2, 3]
+    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {2, 3}
+    assert mpiparallel(2, *run, "--trace").status == 0
+    assert json.loads((tmp_path / "run" / "trace.json").read_text())["otherData"]["steps"] == [1, 4]
+
+
+def test_what_was_sent_is_told_beside_the_laws(mpiparallel, text, tmp_path):
+    arguments = ["--data", text, "--steps", 3, "--out", "run", "--pp", 2, "--tp", 2]
+    done = mpiparallel(4, "train", *TINY, *arguments)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [(row["axis"], row["op"]) for row in summary["laws"]] == [
+        ("pp", "isend"),
+        ("tp", "allreduce"),
+        ("world", "allreduce"),
+    ]
+    for row in summary["laws"]:
+        assert row["counted"] == row["formula"] > 0
+        assert f"{row['formula'] / 3:,.0f}" in done.out
+        matrix = summary["bytes_between"][row["axis"]]
+        assert sum(map(sum, matrix)) == row["counted"]
+        assert not any(matrix[rank][rank] for rank in range(4))
+    assert "!=" not in done.out
+    # Neighbours of a pipeline are two ranks apart, those of a tensor group one.
+    assert all(summary["bytes_between"]["pp"][rank][(rank + 2) % 4] for rank in range(4))
+    assert all(summary["bytes_between"]["tp"][rank][rank ^ 1] for rank in range(4))
+    assert summary["node_of_rank"] == [0, 0, 0, 0]
 
 
 def test_generate_refuses_what_the_checkpoint_cannot_do(mpiparallel, text, tmp_path):

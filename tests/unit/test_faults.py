@@ -77,14 +77,16 @@ def test_a_mismatched_collective_ends_with_the_table(train):
     plant = (
         "if rank == '1':\n"
         "    import mpiparallel.layers.linear as linear\n"
-        "    linear.RowParallelLinear.forward = lambda self, x: (x @ self.weight.data, x)\n"
+        "    linear.ColumnParallelLinear.backward = lambda self, dy, x, later: (\n"
+        "        dy @ self.weight.data.swapaxes(-2, -1)\n"
+        "    )\n"
     )
     done = train(2, "--tp", 2, "--steps", 3, "--timeout", 2, plant=plant)
     assert done.status != 0
     assert done.seconds < 20
     assert done.err.count("in vain") == 1, "one rank speaks"
     table = [line for line in done.err.splitlines() if line[:4].strip().isdecimal()]
-    # Rank 1 left out the all-reduce of a forward: it is one operation ahead.
+    # Rank 1 left out the all-reduces of backward, all of one length: it is ahead.
     assert [line.split("axis ")[1].split()[0] for line in table] == ["tp", "world"]
 
 
