@@ -75,10 +75,12 @@ def _read(folder: Path) -> tuple[list, dict[str, str]]:
         step = typical_step(read_trace(trace))
         of_step = [step_pictures.timeline(step, mesh), step_pictures.split(step, mesh)]
     else:
+        last = summary["steps"]
         how = (
-            "This run was not traced. To get this picture, record a trace: "
+            "This run was not traced. To get this picture, train again with some steps traced: "
             f"`mpirun -n {summary['ranks']} python -m mpiparallel train "
-            f"--config {folder / 'config.toml'} --trace`, and then `report` again."
+            f"--config {folder / 'config.toml'} --trace {max(1, last - 2)}-{last}`, "
+            "and then `report` again."
         )
         of_step = [
             Picture("timeline", "Timeline of a step", how),

@@ -9,14 +9,15 @@ import altair as alt
 from mpiparallel.coordinates import Coordinates
 from mpiparallel.report import look
 from mpiparallel.report.picture import AXES, Picture, legend, rank_names, scale
-from mpiparallel.report.timeline import Span, Step
+from mpiparallel.report.timeline import Span, Step, innermost
 
 LEAST_WIDTH = 900  # of the timeline, in pixels
-BUBBLE = "bubble"
+BUBBLE, OTHER = "bubble", "other"
 COLOURS = {
     **look.COMPUTE,
     **{look.NAMES_OF_AXES[a]: look.AXES[a] for a in AXES},
     BUBBLE: look.BUBBLE,
+    OTHER: look.OTHER,
 }
 
 
@@ -32,6 +33,9 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
                 outer.start <= span.start and span.end <= outer.end for outer in compute
             )
             rows.append(_row(span, step.seconds, tops[rank], inside) | who)
+        for piece in innermost(spans, step.seconds):
+            if piece.what == OTHER and piece.seconds >= step.seconds / 500:  # can be seen
+                rows.append(_row(piece, step.seconds, tops[rank], False) | who)
         sends += [_row(send, step.seconds, tops[rank], False) | who for send in step.sends[rank]]
     used = {row["kind"] for row in rows}
     x = alt.X(
@@ -88,8 +92,9 @@ def timeline(step: Step, mesh: dict[str, int]) -> Picture:
         f"Timeline of step {step.number}",
         f"The step of the median length among those that were traced ({_traced(step)}). The number "
         "in a box is its micro-batch. A low bar inside a box is communication that its compute "
-        "waited for; a triangle is a message posted to another pipeline rank. With a mouse: hold "
-        "shift and turn the wheel to zoom, hold it and drag to move, double-click to go back.",
+        "waited for; a triangle is a message posted to another pipeline rank; other is Python "
+        "between the recorded actions. With a mouse: hold shift and turn the wheel to zoom, hold "
+        "it and drag to move, double-click to go back.",
         alt.layer(*layers).add_params(zoom).properties(height=26 * (last + 0.2)),
         least_width=LEAST_WIDTH,
     )
@@ -101,7 +106,7 @@ def split(step: Step, mesh: dict[str, int]) -> Picture:
         "compute": look.COMPUTE["forward"],
         **{look.NAMES_OF_AXES[axis]: look.AXES[axis] for axis in AXES},
         BUBBLE: look.BUBBLE,
-        "other": look.OTHER,
+        OTHER: look.OTHER,
     }
     names = rank_names(mesh)
     rows: list[dict[str, Any]] = []
@@ -216,9 +221,8 @@ def _tooltip() -> list[alt.Tooltip]:
 def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
     """What the chart knows of a span. inside : it lies in a compute span."""
     details = span.details
-    bubble = span.what == BUBBLE
-    if bubble:
-        kind = BUBBLE
+    if span.what in (BUBBLE, OTHER):
+        kind = span.what
     elif span.what == "compute":
         kind = look.KINDS.get(details["kind"], "other compute")
     else:
@@ -244,7 +248,7 @@ def _row(span: Span, length: float, top: float, inside: bool) -> dict[str, Any]:
         "step": _shown(details.get("step")),
         "stage": _shown(details.get("stage")),
         "micro_batch": _shown(micro_batch),
-        "bytes": "-" if moved is None or bubble else f"{moved:,}",
+        "bytes": "-" if moved is None or span.what == BUBBLE else f"{moved:,}",
         "from": look.seconds_text(span.start),
         "length": look.seconds_text(span.seconds),
     }

@@ -78,7 +78,8 @@ def read_trace(path: Path) -> dict:
     """The object in a trace.json. Raises UserError where it is none of ours."""
     try:
         trace = json.loads(path.read_text())
-        trace["traceEvents"], trace["otherData"]["ranks"], trace["otherData"]["steps"]
+        about = trace["otherData"]
+        trace["traceEvents"], about["ranks"], about["steps"], about["mesh"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a trace of a training run ({error})") from None
     return trace
@@ -103,8 +104,11 @@ def typical_step(trace: dict) -> Step:
     begin = min(event["ts"] for event in bounds[number])
 
     events: list[list[dict]] = [[] for _ in range(ranks)]
+    # Operations on an axis of one rank do nothing.
+    alone = {axis for axis, size in trace["otherData"]["mesh"].items() if size == 1}
     for event in trace["traceEvents"]:
-        if event["ph"] == "X" and event["cat"] != "step" and event["args"]["step"] == number:
+        left_out = event["ph"] != "X" or event["cat"] in {"step", *alone}
+        if not left_out and event["args"]["step"] == number:
             events[event["tid"]].append(event)
     for row in events:
         row.sort(key=lambda event: event["ts"])

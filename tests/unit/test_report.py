@@ -9,7 +9,7 @@ import handmade_run
 import pytest
 
 from mpiparallel.__main__ import main
-from mpiparallel.report.timeline import Span, Step, innermost, typical_step
+from mpiparallel.report.timeline import Span, Step, innermost, read_trace, typical_step
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -90,6 +90,14 @@ def test_a_wait_that_ends_before_its_message_was_posted_is_all_bubble():
     assert bubble.end == pytest.approx(0.012)
 
 
+def test_operations_on_an_axis_of_one_rank_are_left_out():
+    trace = handmade_run.trace()
+    forward = next(e for e in trace["traceEvents"] if e["name"] == "F stage 0 mb 0")
+    details = {"step": handmade_run.STEP, "op": "allreduce", "axis": "tp", "bytes": 0}
+    trace["traceEvents"].append({**forward, "name": "allreduce tp", "cat": "tp", "args": details})
+    assert typical_step(trace).split()[0]["tp"] == 0
+
+
 def test_messages_stand_where_they_were_posted():
     step = typical_step(handmade_run.trace())
     times = [[round(send.start * 1e3, 6) for send in sends] for sends in step.sends]
@@ -116,7 +124,7 @@ def test_a_run_that_was_not_traced_says_how_to_get_the_missing_pictures(folder, 
     for section in ("timeline", "step_time"):
         assert "This run was not traced." in page.texts[section]
         assert (
-            f"mpirun -n 4 python -m mpiparallel train --config {folder}/config.toml --trace"
+            f"mpirun -n 4 python -m mpiparallel train --config {folder}/config.toml --trace 6-8"
             in page.texts[section]
         )
 
@@ -126,6 +134,29 @@ def test_the_head_and_the_table_show_the_numbers_of_the_run(reported):
     for fact in ("dp 2 × pp 2 × tp 1", "4 on 2 nodes", "1,100", "320 tokens/s", "25.0%", "33.3%"):
         assert fact in page.texts["head"]
     assert "dp allreduce 16,000 16,000 2,000 pp isend 6,400 6,400 800" in page.texts["traffic"]
+
+
+def test_a_run_that_was_really_trained_gives_every_picture(mpiparallel, tmp_path):
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    trained = mpiparallel(
+        *[4, "train", "--dp", 2, "--pp", 2, "--schedule", "zb-h1", "--micro-batches", 2],
+        *["--layers", 2, "--hidden", 16, "--heads", 4, "--seq-len", 8, "--global-batch", 4],
+        *["--steps", 4, "--trace", "2-4", "--data", "text.txt", "--out", "run", "--sample", 0],
+    )
+    assert trained.status == 0, trained.err
+    folder = tmp_path / "run"
+    assert main(["report", str(folder)]) == 0
+    assert {path.stem for path in (folder / "pictures").iterdir()} == {*SECTIONS}
+    assert "≠" not in Page(folder).texts["traffic"]
+    step = typical_step(read_trace(folder / "trace.json"))
+    for parts in step.split():
+        assert sum(parts.values()) == pytest.approx(step.seconds)
+        assert parts["compute"] > 0
+        assert parts["tp"] == 0
+    kinds = {
+        span.details["kind"] for spans in step.spans for span in spans if span.what == "compute"
+    }
+    assert kinds == {"F", "I", "W", "optimizer"}
 
 
 def test_one_rank_sends_nothing(folder):
