@@ -13,10 +13,8 @@ different ranks both hold that table, and their gradients are summed (`pipeline/
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from mpiparallel.backend import xp
@@ -67,12 +65,9 @@ class Stage:
             self.logits = VocabParallelLogits(table, tp)
             self.loss = VocabParallelCrossEntropy(config.vocabulary, tp)
             self.layers += [self.norm, self.logits]
-        # What several layers of the stage use: the table of a stage that is first and last.
-        names = Counter(p.name for layer in self.layers for p in layer.parameters)
-        self.shared = SimpleNamespace(parameters=[table] if table and names[table.name] > 1 else [])
-        # hold(layer) is entered while a layer's weights are in use: ZeRO's third stage has them
-        # only then.
-        self.hold: Callable[[Any], AbstractContextManager[None]] = lambda layer: nullcontext()
+        # hold(layer, "F" or "B") is entered while a layer's weights are in use by forward or by
+        # backward: ZeRO's third stage has them only then.
+        self.hold: Callable[[Any, str], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def forward(self, x, labels=None):
         """x: tokens (B, S) on the first stage, else (B, S, H) -> y, saved.
@@ -81,11 +76,10 @@ class Stage:
         logits (B, S, V/t), for which there is no backward.
         """
         saved = []
-        with self.hold(self.shared):
-            for layer in self.layers:
-                with self.hold(layer):
-                    x, kept = layer.forward(x)
-                saved.append(kept)
+        for layer in self.layers:
+            with self.hold(layer, "F"):
+                x, kept = layer.forward(x)
+            saved.append(kept)
         if self.is_last and labels is not None:
             x, kept = self.loss.forward(x, labels)
             saved.append(kept)
@@ -98,10 +92,9 @@ class Stage:
         """
         if self.is_last:
             dy = self.loss.backward(dy, saved.pop())
-        with self.hold(self.shared):
-            for layer in reversed(self.layers):
-                with self.hold(layer):
-                    dy = layer.backward(dy, saved.pop(), later)
+        for layer in reversed(self.layers):
+            with self.hold(layer, "B"):
+                dy = layer.backward(dy, saved.pop(), later)
         return dy
 
 

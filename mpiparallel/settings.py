@@ -227,6 +227,13 @@ def check(settings: Settings, ranks: int) -> Settings:
             f"legal: a multiple of {s.dp}, such as {_listed(nearest)}"
         )
     s.traced_steps()
+    names = s.model_config(0).shapes()
+    for beginning in s.frozen:
+        if not any(name.startswith(beginning) for name in names):
+            raise UserError(
+                f"--freeze {beginning}: no parameter's name begins so; legal: beginnings of "
+                f"{_listed(dict.fromkeys(name.rpartition('.')[0] for name in names))}"
+            )
     replica = s.global_batch // s.dp
     if s.micro_batches is None:
         s = dataclasses.replace(s, micro_batches=min(replica, 2 * s.pp) if s.pp > 1 else 1)

@@ -1,14 +1,14 @@
 """Buckets: parameters side by side in flat arrays, so that a few long messages do for all of them.
 
-    weights   [ p9 | p8 | p7 ... padding ]        flat, a view for every parameter
-    gradients [ g9 | g8 | g7 ... padding ]        likewise; made when the first gradient arrives
+    weights   [ p9 | p8 | p7 ... ]        flat, a view for every parameter
+    gradients [ g9 | g8 | g7 ... ]        likewise; made when the step begins
 
 Parameters stand in the order in which backward finishes them, the last layer's first, so the first
 bucket is complete while most of backward is still to come (Li et al. 2020, arXiv 2006.15704). A
 tied table, which another pipeline rank holds as well, is a bucket of its own: so both cut and sum
 it alike, and their copies stay equal to the bit.
 
-A bucket is cut into dp equal parts, the padding making up the length; the part of this rank is its
+A bucket is cut into dp parts as even as can be, as the ring cuts it; the part of this rank is its
 shard. Without ZeRO the shard is the whole.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpiparallel.backend import xp
+from mpiparallel.comm.ring import chunk_bounds
 from mpiparallel.parameter import Parameter
 
 
@@ -45,10 +46,9 @@ class Bucket:
 
     def __init__(self, parameters: list[Parameter], parts: int, part: int, arrivals: int):
         self.parameters, self.arrivals = parameters, arrivals
-        used = sum(parameter.data.size for parameter in parameters)
-        self.length = -(-used // parts) * parts
-        width = self.length // parts
-        self.shard = slice(part * width, (part + 1) * width)
+        self.length = sum(parameter.data.size for parameter in parameters)
+        bounds = chunk_bounds(self.length, parts)
+        self.shard = slice(bounds[part], bounds[part + 1])
         self.dtype = parameters[0].data.dtype
         self.weights: Any = xp.zeros(self.length, self.dtype)
         self.gradients: Any = None

@@ -7,13 +7,16 @@ weights. What each rank keeps of that, for P parameters in float32 (bytes), and 
     0         4 P        4 P        8 P     all-reduce              2 (dp-1)/dp 4P
     1         4 P        4 P        8 P/dp  reduce-scatter, gather  2 (dp-1)/dp 4P
     2         4 P        4 P/dp     8 P/dp  the same
-    3         4 P/dp     4 P/dp     8 P/dp  reduce-scatter, and a gather before every use: forward
-                                            and backward of each of m micro-batches,
-                                            (2 m + 1) (dp-1)/dp 4P: 3 for m = 1
+    3         4 P/dp     4 P/dp     8 P/dp  the same, gather again  3 (dp-1)/dp 4P
 
 P is what this rank holds of the model: on a mesh with pp and tp only its share. ZeRO cuts the state
 of data parallelism, and every rank computes with whole layers; tensor parallelism cuts the
 computation.
+
+Stage 3 gathers a layer's weights before its first forward of the step and frees them after its
+last; and once more for backward, also where a schedule began that before the last forward. So it
+sends no more with more micro-batches, and with one of them it holds one layer at a time; with m of
+them a rank's weights are whole from the first forward to the last (`peak_parameters`).
 
 A bucket's all-reduce or reduce-scatter starts with its last gradient of the last micro-batch, and
 goes on while backward does: whenever a gradient arrives, and between two actions of the pipeline,
@@ -130,7 +133,8 @@ class DataParallel:
         # By bucket: the averaged gradients of the shard, and in stage 3 the weights of the shard.
         self.gradient_shards: dict[Bucket, Any] = {}
         self.weight_shards: dict[Bucket, Any] = {}
-        self._users: Counter[Bucket] = Counter()
+        # Stage 3: how many forwards, "F", and backwards of this step are still to use a bucket.
+        self._uses_left: Counter[tuple[Bucket, str]] = Counter()
         for bucket in self.buckets:
             if stage == 3:
                 self.weight_shards[bucket] = bucket.weights[bucket.shard].copy()
@@ -141,12 +145,19 @@ class DataParallel:
             for own in model.stages.values():
                 own.hold = self.hold
         self._under_way: list[Reduction] = []
+        # The most bytes of weights that were held at once.
+        self.peak_parameters = self.bytes_held()["parameters"]
 
     # ---- gradients ----
 
     def start_step(self, micro_batches: int) -> None:
         """Forget the gradients of the step before; expect those of so many micro-batches."""
         self._due = {bucket: bucket.arrivals * micro_batches for bucket in self.buckets}
+        self._uses_left.clear()
+        for layer in self.model.layers:
+            for bucket in self._buckets_of(layer):
+                for direction in "FB":
+                    self._uses_left[bucket, direction] += micro_batches
         self._under_way = []
         for bucket in self.buckets:
             if self.stage >= 2:
@@ -227,25 +238,27 @@ class DataParallel:
                 self._gather(bucket)
 
     @contextmanager
-    def hold(self, layer: Any) -> Iterator[None]:
-        """Stage 3: the weights of a layer are whole inside, and free again after."""
-        buckets = {
-            self.bucket_of[parameter.name]: None
-            for parameter in layer.parameters
-            if parameter.name in self.bucket_of
-        }
+    def hold(self, layer: Any, direction: str) -> Iterator[None]:
+        """Stage 3: the weights of a layer are whole inside, and free again after the step's last
+        forward ("F") or backward ("B") that uses them. Outside of a step every use is the last."""
+        buckets = self._buckets_of(layer)
         for bucket in buckets:
-            self._users[bucket] += 1
-            if self._users[bucket] == 1:
+            if bucket.weights is None:
                 bucket.weights = xp.empty(bucket.length, bucket.dtype)
                 bucket.weights[bucket.shard] = self.weight_shards[bucket]
                 self._gather(bucket)
                 bucket.show_weights()
+        self.peak_parameters = max(self.peak_parameters, self.bytes_held()["parameters"])
         yield
         for bucket in buckets:
-            self._users[bucket] -= 1
-            if self._users[bucket] == 0:
+            self._uses_left[bucket, direction] -= 1
+            if self._uses_left[bucket, direction] <= 0:
                 self._free(bucket)
+
+    def _buckets_of(self, layer: Any) -> list[Bucket]:
+        """The buckets of a layer's parameters, each once; frozen parameters are in none."""
+        found = (self.bucket_of.get(parameter.name) for parameter in layer.parameters)
+        return list(dict.fromkeys(bucket for bucket in found if bucket))
 
     def _gather(self, bucket: Bucket) -> None:
         self.dp.ledger.add(self.dp.axis, "allgather", calls=1)

@@ -138,6 +138,7 @@ class RunLog:
                 **state.bytes_held(),
                 "optimizer": sum(a.nbytes for a in optimizer.first + optimizer.second),
             },
+            "peak_parameters": state.peak_parameters,
             "communication": {"exposed": state.exposed, "hidden": state.hidden},
         }
         every = mesh.world.allgather_json(mine)
@@ -165,6 +166,7 @@ class RunLog:
             },
             "node_of_rank": mesh.node_of,
             "memory": {kind: [rank["memory"][kind] for rank in every] for kind in mine["memory"]},
+            "peak_parameter_bytes": [rank["peak_parameters"] for rank in every],
             "gradient_communication_seconds": {
                 kind: [rank["communication"][kind] for rank in every]
                 for kind in mine["communication"]

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import reference
+from conftest import WORLD
 
 from mpiparallel import settings as settings_module
 from mpiparallel.checkpoint.boxes import Box
@@ -35,11 +36,11 @@ SMALL = Settings(
 
 
 @contextlib.contextmanager
-def trainer(dp, pp, tp, **changes):
+def trainer(dp, pp, tp, *, communicator=WORLD, **changes):
     """A Trainer on a mesh of all ranks, with weights that are nowhere zero or one."""
     settings = dataclasses.replace(SMALL, dp=dp, pp=pp, tp=tp, **changes)
     settings = settings_module.check(settings, dp * pp * tp)
-    with Mesh(dp, pp, tp, timeout=settings.timeout) as mesh:
+    with Mesh(dp, pp, tp, communicator, timeout=settings.timeout) as mesh:
         with mock.patch.object(Parameter, "initialize", load_weight):
             made = Trainer(settings, settings.model_config(VOCABULARY), mesh)
         yield made

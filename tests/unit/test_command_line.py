@@ -41,6 +41,7 @@ MISTAKES = [
     (2, ["--config", "wrong.toml"], ["--layers two", "whole number"]),
     (2, ["--config", "broken.toml"], ["broken.toml", "not TOML"]),
     (2, ["--config", "nowhere.toml"], ["nowhere.toml", "cannot be read"]),
+    (2, ["--freeze", "token,layer.0"], ["--freeze layer.0", "token_embedding", "blocks.1.mlp.up"]),
     (2, ["--trace", "5-3"], ["--trace 5-3", "the first one first"]),
     (2, ["--trace", "0"], ["--trace 0", "1 to 2000"]),
     (2, ["--trace", "often"], ["--trace often", "5-8"]),
