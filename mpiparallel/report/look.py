@@ -27,7 +27,6 @@ KINDS = {
     "F": "forward",
     "B": "backward",
     "I": "backward",
-    "BW": "backward",
     "W": "weight gradient",
     "optimizer": "optimizer",
 }
