@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     schedule_command.add_arguments(command)
     command.set_defaults(run=schedule_command.run)
 
+    command = commands.add_parser("report", help="pictures of a finished run; needs no MPI")
+    from mpiparallel.report import command as report_command
+
+    report_command.add_arguments(command)
+    command.set_defaults(run=report_command.run)
+
     command = commands.add_parser("bench", help="measure this machine")
     from mpiparallel.bench import command as bench_command
 

@@ -13,7 +13,6 @@ talk most, fill a node before a pipeline crosses to the next one. 2 x 2 x 2:
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -22,6 +21,7 @@ from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
 from mpiparallel.comm.node import NodeLayout
 from mpiparallel.comm.watch import Watch
+from mpiparallel.coordinates import Coordinates
 from mpiparallel.errors import UserError
 
 AXES = ("dp", "pp", "tp")
@@ -32,26 +32,6 @@ THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-
-
-class Coordinates(NamedTuple):
-    """Where a rank is on the mesh."""
-
-    dp: int
-    pp: int
-    tp: int
-
-    @classmethod
-    def of(cls, rank: int, pp: int, tp: int) -> Coordinates:
-        """The coordinates of `rank` on a mesh with `pp` stages and `tp` tensor ranks."""
-        return cls(rank // (pp * tp), rank // tp % pp, rank % tp)
-
-    def rank(self, pp: int, tp: int) -> int:
-        """The rank at these coordinates, on a mesh with `pp` stages and `tp` tensor ranks."""
-        return (self.dp * pp + self.pp) * tp + self.tp
-
-    def __str__(self) -> str:
-        return f"dp={self.dp}, pp={self.pp}, tp={self.tp}"
 
 
 class Mesh:

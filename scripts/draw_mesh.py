@@ -14,10 +14,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from mpiparallel.mesh import Coordinates
+from mpiparallel.coordinates import Coordinates
+from mpiparallel.report.look import AXES as COLORS
 
 PP = TP = DP = 2
-COLORS = {"tp": "#D55E00", "pp": "#0072B2", "dp": "#009E73"}  # told apart by the colour-blind too
 TEXT = {
     "tp": "tensor: all-reduces of activations inside every layer,\n"
     "forward and backward. Stays inside the node",
