@@ -313,9 +313,11 @@ def run_on_mesh(prepare: Callable, run: Callable) -> int:
         with Mesh(settings.dp, settings.pp, settings.tp, timeout=settings.timeout) as mesh:
             where = mesh.world.where
             run(mesh, *prepared)
+        world.free()
         return 0
     except BaseException as error:
         if getattr(error, "agreed", False):
+            world.free()
             raise
         hung = type(error).__name__ == "CommunicationTimeout"  # says where by itself, in a table
         full = backend.current().out_of_memory(error)

@@ -141,8 +141,9 @@ class Mesh:
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(self, kind, _error, _traceback) -> None:
-        if kind is None:  # freeing is collective: after an error the others may not come
+    def __exit__(self, _kind, error, _traceback) -> None:
+        # Freeing is collective: after an error that is not agreed on the others may not come.
+        if error is None or getattr(error, "agreed", False):
             self.free()
 
 

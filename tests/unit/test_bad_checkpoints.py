@@ -42,11 +42,12 @@ def checkpoint(run, tmp_path):
 
 
 def generate(folder, capsys):
-    """(status, lines on standard error, what was printed)."""
+    """(status, lines on standard error but for the backend's, what was printed)."""
     capsys.readouterr()
     status = main(["generate", "--checkpoint", str(folder), "--tokens", "3"])
     said = capsys.readouterr()
-    return status, said.err.splitlines(), said.out
+    lines = [line for line in said.err.splitlines() if not line.startswith("backend ")]
+    return status, lines, said.out
 
 
 def refused(folder, capsys, *named):
@@ -83,8 +84,7 @@ WEIGHTS = "rank-00000.safetensors"
 
 def test_the_undamaged_one_is_read(checkpoint, capsys):
     status, lines, printed = generate(checkpoint, capsys)
-    assert status == 0
-    assert [line.split()[0] for line in lines] == ["backend"]
+    assert (status, lines) == (0, [])
     assert len(printed) == 4
 
 
@@ -320,3 +320,13 @@ def test_metrics_of_a_resumed_run_are_those_of_an_undisturbed_one(run, tmp_path)
     assert train("broken", "--resume", str(tmp_path / "broken")) == straight
     first = str(tmp_path / "broken" / "checkpoints" / "step-2")
     assert train("elsewhere", "--resume", first) == straight[2:]
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_command_gives_its_communicators_back(checkpoint, capsys, good):
+    # MPICH has 2,048 of them, and a refusal may come before the mesh, or on it.
+    if not good:
+        edit(checkpoint, lambda values: values["files"][WEIGHTS].update(sha256="0" * 64))
+    for _ in range(300):
+        status, *_ = generate(checkpoint, capsys)
+        assert (status == 0) == good
