@@ -1,0 +1,121 @@
+"""Tensor parallelism in three matrix products, with NumPy and one Group in plain sight.
+
+    mpirun -n 4 python scripts/tensor_parallel_matmul.py
+
+    by columns    Y = X @ [W0 W1 ..]          every rank has columns of Y; no message
+                  dX = sum of dYr @ Wr^T      backward: all-reduce
+    by rows       Y = sum of Xr @ Wr          all-reduce
+                  dXr = dY @ Wr^T             backward: no message
+    the pair      X @ A by columns, f, @ B by rows: one all-reduce forward, one backward
+
+f works on single numbers (GELU in a transformer, here max(0, x)), so it needs no other columns:
+this is why the pair goes with one all-reduce (Shoeybi et al. 2019, section 3).
+"""
+
+import numpy as np
+from lesson import WORLD, claim, figure, save
+
+from mpiparallel.comm.group import Group
+from mpiparallel.comm.ledger import Ledger
+
+ROWS, HIDDEN, WIDE = 6, 8, 16
+
+
+def main() -> None:
+    tp = Group(WORLD.Dup(), "tp")
+    r, t = tp.rank, tp.size
+    whole = np.random.default_rng(0).standard_normal
+    x, a, b, dy = (
+        whole((ROWS, HIDDEN)),
+        whole((HIDDEN, WIDE)),
+        whole((WIDE, HIDDEN)),
+        whole((ROWS, HIDDEN)),
+    )
+    mine = slice(r * WIDE // t, (r + 1) * WIDE // t)
+    a_r, b_r = a[:, mine], b[mine]  # columns of A, rows of B: what this rank has
+    sent: dict[str, int] = {}
+
+    def counted(name: str, array: np.ndarray) -> np.ndarray:
+        """An all-reduce of a copy; its bytes, of this rank, go into `sent`."""
+        tp.ledger = Ledger()
+        array = tp.allreduce(array)
+        sent[name] = tp.ledger.row("tp", "allreduce").bytes
+        return array
+
+    # Forward: columns, f, rows, and the one all-reduce.
+    h_r = x @ a_r
+    f_r = np.maximum(h_r, 0)
+    y = counted("forward, by rows", f_r @ b_r)
+
+    # Backward: through the rows without a message, through the columns with an all-reduce.
+    df_r = dy @ b_r.T
+    db_r = f_r.T @ dy
+    dh_r = df_r * (h_r > 0)
+    da_r = x.T @ dh_r
+    dx = counted("backward, by columns", dh_r @ a_r.T)
+
+    # The same on one rank.
+    h = x @ a
+    f = np.maximum(h, 0)
+    dh = (dy @ b.T) * (h > 0)
+    pairs = {
+        "h": (h_r, h[:, mine]),
+        "y": (y, f @ b),
+        "dA": (da_r, x.T @ dh[:, mine]),
+        "dB": (db_r, f.T[mine] @ dy),
+        "dx": (dx, dh @ a.T),
+    }
+    worst = max(float(np.abs(got - right).max()) for got, right in pairs.values())
+    worst = float(tp.allreduce(np.array([worst]), "max")[0])
+    arrays = {"x": x, "A": a_r, "h": h_r, "B": b_r, "y": y, "dB": db_r, "dA": da_r, "dx": dx}
+    shapes = tp.allgather_json({name: list(array.shape) for name, array in arrays.items()})
+    tp.free()
+    if r:
+        return
+
+    print(f"\nshapes on {t} ranks; x is {x.shape}, A {a.shape}, B {b.shape}")
+    print("  rank" + "".join(f"{name:>10}" for name in arrays))
+    for rank, row in enumerate(shapes):
+        print(
+            f"  {rank:>4}" + "".join(f"{'x'.join(map(str, shape)):>10}" for shape in row.values())
+        )
+    formula = 2 * (t - 1) * y.nbytes // t
+    print("\nbytes that a rank sends        counted   2(t-1)/t of the array")
+    for name, bytes_ in sent.items():
+        print(f"  {name:<24}{bytes_:>12,}{formula:>24,}")
+
+    drawn, axes = figure(1, 1, (8, 2.6))
+    shades = [f"C{rank % 10}" for rank in range(t)]
+    place = 0.0
+    for name, height, width, cut in (
+        ("x\nwhole", ROWS, HIDDEN, None),
+        ("A\nby columns", HIDDEN, WIDE, "columns"),
+        ("h = x A\nby columns", ROWS, WIDE, "columns"),
+        ("B\nby rows", WIDE, HIDDEN, "rows"),
+        ("y = f(h) B\nsum over ranks", ROWS, HIDDEN, None),
+    ):
+        for rank in range(t):
+            w, h_ = (
+                (width / t, height) if cut == "columns" else (width, height / t if cut else height)
+            )
+            at = (
+                place + (rank * w if cut == "columns" else 0),
+                -rank * h_ - h_ if cut == "rows" else -height,
+            )
+            color = shades[rank] if cut else "#dddddd"
+            axes.add_patch(
+                __import__("matplotlib").patches.Rectangle(at, w, h_, fc=color, ec="white")
+            )
+        axes.text(place + width / 2, 0.6, name, ha="center", va="bottom")
+        place += width + 4
+    axes.set(xlim=(-1, place), ylim=(-WIDE - 1, 5), aspect="equal")
+    axes.axis("off")
+    save(drawn, "tensor_parallel_matmul")
+
+    claim(worst < 1e-12, f"forward and backward equal the whole products, to {worst:.0e}")
+    claim(len(sent) == 2, "one all-reduce forward and one backward, for two products")
+    claim(set(sent.values()) == {formula}, "each sends 2(t-1)/t of the activations")
+
+
+if __name__ == "__main__":
+    main()
