@@ -21,16 +21,41 @@ from mpiparallel.comm.ledger import Ledger
 ROWS, HIDDEN, WIDE = 6, 8, 16
 
 
+def draw(t: int) -> None:
+    """The matrices side by side, a colour for what each rank has."""
+    from matplotlib.patches import Rectangle
+
+    drawn, axes = figure(1, 1, (8, 3))
+    place = 0.0
+    for name, height, width, cut in (
+        ("x\nwhole", ROWS, HIDDEN, ""),
+        ("A\nby columns", HIDDEN, WIDE, "columns"),
+        ("h = x A\nby columns", ROWS, WIDE, "columns"),
+        ("B\nby rows", WIDE, HIDDEN, "rows"),
+        ("y = f(h) B\nsummed: whole", ROWS, HIDDEN, ""),
+    ):
+        for rank in range(t if cut else 1):
+            w = width / t if cut == "columns" else width
+            h = height / t if cut == "rows" else height
+            left = place + (rank * w if cut == "columns" else 0)
+            top = -rank * h if cut == "rows" else 0
+            color = f"C{rank % 10}" if cut else "#cccccc"
+            axes.add_patch(Rectangle((left, top - h), w, h, facecolor=color, edgecolor="white"))
+            if cut:
+                axes.text(left + w / 2, top - h / 2, str(rank), ha="center", va="center", color="w")
+        axes.text(place + width / 2, 0.5, name, ha="center", va="bottom")
+        place += width + 4
+    axes.set(xlim=(-1, place - 3), ylim=(-WIDE - 1, 4), aspect="equal")
+    axes.axis("off")
+    save(drawn, "tensor_parallel_matmul")
+
+
 def main() -> None:
     tp = Group(WORLD.Dup(), "tp")
     r, t = tp.rank, tp.size
     whole = np.random.default_rng(0).standard_normal
-    x, a, b, dy = (
-        whole((ROWS, HIDDEN)),
-        whole((HIDDEN, WIDE)),
-        whole((WIDE, HIDDEN)),
-        whole((ROWS, HIDDEN)),
-    )
+    x, a = whole((ROWS, HIDDEN)), whole((HIDDEN, WIDE))
+    b, dy = whole((WIDE, HIDDEN)), whole((ROWS, HIDDEN))
     mine = slice(r * WIDE // t, (r + 1) * WIDE // t)
     a_r, b_r = a[:, mine], b[mine]  # columns of A, rows of B: what this rank has
     sent: dict[str, int] = {}
@@ -42,8 +67,13 @@ def main() -> None:
         sent[name] = tp.ledger.row("tp", "allreduce").bytes
         return array
 
-    # Forward: columns, f, rows, and the one all-reduce.
+    # One product by columns: every rank has columns of it; who wants it whole gathers.
     h_r = x @ a_r
+    tp.ledger = Ledger()
+    gathered = tp.allgather(h_r, dim=1)
+    sent["columns alone, gathered"] = tp.ledger.row("tp", "allgather").bytes
+
+    # The pair: f, the second product by rows, and its one all-reduce.
     f_r = np.maximum(h_r, 0)
     y = counted("forward, by rows", f_r @ b_r)
 
@@ -60,6 +90,7 @@ def main() -> None:
     dh = (dy @ b.T) * (h > 0)
     pairs = {
         "h": (h_r, h[:, mine]),
+        "h, gathered": (gathered, h),
         "y": (y, f @ b),
         "dA": (da_r, x.T @ dh[:, mine]),
         "dB": (db_r, f.T[mine] @ dy),
@@ -79,42 +110,16 @@ def main() -> None:
         print(
             f"  {rank:>4}" + "".join(f"{'x'.join(map(str, shape)):>10}" for shape in row.values())
         )
-    formula = 2 * (t - 1) * y.nbytes // t
-    print("\nbytes that a rank sends        counted   2(t-1)/t of the array")
+    reduced, gather = 2 * (t - 1) * y.nbytes // t, (t - 1) * gathered.nbytes // t
+    formula = {name: gather if "gathered" in name else reduced for name in sent}
+    print("\nbytes that a rank sends           counted   by formula")
     for name, bytes_ in sent.items():
-        print(f"  {name:<24}{bytes_:>12,}{formula:>24,}")
-
-    drawn, axes = figure(1, 1, (8, 2.6))
-    shades = [f"C{rank % 10}" for rank in range(t)]
-    place = 0.0
-    for name, height, width, cut in (
-        ("x\nwhole", ROWS, HIDDEN, None),
-        ("A\nby columns", HIDDEN, WIDE, "columns"),
-        ("h = x A\nby columns", ROWS, WIDE, "columns"),
-        ("B\nby rows", WIDE, HIDDEN, "rows"),
-        ("y = f(h) B\nsum over ranks", ROWS, HIDDEN, None),
-    ):
-        for rank in range(t):
-            w, h_ = (
-                (width / t, height) if cut == "columns" else (width, height / t if cut else height)
-            )
-            at = (
-                place + (rank * w if cut == "columns" else 0),
-                -rank * h_ - h_ if cut == "rows" else -height,
-            )
-            color = shades[rank] if cut else "#dddddd"
-            axes.add_patch(
-                __import__("matplotlib").patches.Rectangle(at, w, h_, fc=color, ec="white")
-            )
-        axes.text(place + width / 2, 0.6, name, ha="center", va="bottom")
-        place += width + 4
-    axes.set(xlim=(-1, place), ylim=(-WIDE - 1, 5), aspect="equal")
-    axes.axis("off")
-    save(drawn, "tensor_parallel_matmul")
-
+        print(f"  {name:<27}{bytes_:>12,}{formula[name]:>13,}")
+    draw(t)
     claim(worst < 1e-12, f"forward and backward equal the whole products, to {worst:.0e}")
-    claim(len(sent) == 2, "one all-reduce forward and one backward, for two products")
-    claim(set(sent.values()) == {formula}, "each sends 2(t-1)/t of the activations")
+    claim(sent == formula, "an all-reduce sends 2(t-1)/t of its array, an all-gather (t-1)/t")
+    reduces = [name for name in sent if "gathered" not in name]
+    claim(len(reduces) == 2, "the pair takes one all-reduce forward and one backward")
 
 
 if __name__ == "__main__":
