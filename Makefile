@@ -1,4 +1,5 @@
 # make train    a small GPT learns real text on 8 MPI processes (2 x 2 x 2)
+# make lessons  a short program for every claim of the README: tables, pictures, checked claims
 # make test     lint, then every test, on 1, 2, 4 and 8 ranks, and on stand-ins for GPU arrays
 # make gpu      on a machine with a GPU and CuPy: everything that only a device can prove
 #
@@ -32,10 +33,20 @@ MPIRUN  ?= $(BIN)/mpirun --oversubscribe --bind-to none
 endif
 MPIRUN  ?= $(BIN)/mpirun
 
-.PHONY: train test lint unit mpi strict gpu clean
+.PHONY: train lessons test lint unit mpi strict gpu clean
 
 train: $(VENV)/.ready-run
 	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --steps 700 --out runs/first
+
+LESSONS := 4:data_parallel 4:data_parallel_scaling 4:tensor_parallel_matmul 4:pipeline_bubble \
+    8:hybrid_mesh 4:zero_vs_tensor 4:wrong_answers 4:mistakes
+
+lessons: $(VENV)/.ready-test
+	for lesson in $(LESSONS); do \
+	    echo "== mpirun -n $${lesson%%:*} python scripts/$${lesson#*:}.py"; \
+	    MPIRUN="$(MPIRUN)" $(MPIRUN) -n $${lesson%%:*} $(BIN)/python scripts/$${lesson#*:}.py || exit 1; \
+	done
+	MPIRUN="$(MPIRUN)" $(BIN)/python scripts/node_placement.py
 
 test: lint unit mpi strict
 

@@ -7,15 +7,15 @@ the same batch on every replica (the work grows with dp) and once with the same 
 work of a replica shrinks). Every replica sends the same gradients whatever its batch, so what the
 replicas gain in compute they give back in communication, the sooner the smaller their batch.
 
-Prints a table and writes data_parallel_scaling.png.
+Prints a table and draws it.
 """
 
 import dataclasses
 import statistics
-import sys
 import time
 
 import numpy as np
+from lesson import WORLD, claim, figure, save, wait_for_all
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
@@ -25,7 +25,6 @@ from mpiparallel.mesh import Mesh
 from mpiparallel.settings import Settings
 from mpiparallel.train import Trainer
 
-WORLD = MPI.COMM_WORLD
 BATCH, STEPS, VOCABULARY = 8, 8, 65
 MODEL = Settings(layers=4, heads=4, hidden=256, seq_len=32, pp=1, tp=1)
 
@@ -63,21 +62,10 @@ def measure(dp: int, global_batch: int) -> dict[str, float] | None:
     }
 
 
-def wait_for_all() -> None:
-    """A barrier at which ranks that have nothing to do take no processor from those that have."""
-    barrier = WORLD.Ibarrier()
-    while not barrier.Test():
-        time.sleep(0.005)
-
-
-def draw(tables: dict[str, list[dict]], path: str) -> None:
+def draw(tables: dict[str, list[dict]]) -> None:
     """Stacked bars of a step's seconds, for both ways of adding replicas."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(tables), figsize=(9, 3.6), sharey=True)
+    drawn, axes = figure(1, len(tables), (9, 3.6))
+    axes[1].sharey(axes[0])
     for axis, (title, rows) in zip(axes, tables.items(), strict=True):
         names = [f"dp={row['dp']}\n{row['rate']:.0f} seq/s" for row in rows]
         compute = np.array([row["compute"] for row in rows]) * 1e3
@@ -99,8 +87,7 @@ def draw(tables: dict[str, list[dict]], path: str) -> None:
         axis.margins(y=0.3)
     axes[0].set_ylabel("milliseconds per step")
     axes[0].legend(fontsize=8, frameon=True, facecolor="#9fb4d6", loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save(drawn, "data_parallel_scaling")
 
 
 def main() -> None:
@@ -129,9 +116,10 @@ def main() -> None:
                     f"{milliseconds}{row['sent'] / 1e6:>9.2f}"
                 )
     if WORLD.rank == 0:
-        draw(tables, "data_parallel_scaling.png")
-        print("\nwritten to data_parallel_scaling.png")
+        draw(tables)
+        sent = [{row["dp"]: row["sent"] for row in rows} for rows in tables.values()]
+        claim(sent[0] == sent[1], "a smaller batch on every replica sends not a byte less")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -46,7 +46,12 @@ def caught(name: str) -> bool:
     fault = FAULTS[name]
     default = str(Path(sys.executable).parent / "mpirun")
     launcher = shlex.split(os.environ.get("MPIRUN", default))
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HYD", "MPIR_"))}
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PMI", "HYD", "MPIR_", "OMPI_", "PRTE_"))
+        or key.endswith(("AS_ROOT", "AS_ROOT_CONFIRM", "_osc"))
+    }
     paths = [str(ROOT / "scripts"), str(ROOT), own.get("PYTHONPATH", "")]
     test = [f"tests/mpi/{fault.test}", "--with-mpi", "--only-mpi", "-x", "-p", "faults"]
     done = subprocess.run(
