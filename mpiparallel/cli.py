@@ -98,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     report_command.add_arguments(command)
     command.set_defaults(run=report_command.run)
 
+    command = commands.add_parser("doctor", help="what is here, and what of it will hurt")
+    from mpiparallel import doctor
+
+    doctor.add_arguments(command)
+    command.set_defaults(run=_doctor)
+
     command = commands.add_parser("bench", help="measure this machine")
     from mpiparallel.bench import command as bench_command
 
@@ -280,6 +286,12 @@ def _import(arguments: argparse.Namespace) -> int:
             print(f"{arguments.file}: {config.parameters:,} parameters, imported to {folder}")
 
     return run_on_mesh(prepare, run)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mpiparallel import doctor
+
+    return run_on_mesh(partial(doctor.prepare, arguments), partial(doctor.run, arguments))
 
 
 def _bench(arguments: argparse.Namespace) -> int:

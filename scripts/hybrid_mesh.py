@@ -52,6 +52,7 @@ def main() -> None:
         axes.bar(names, heights, bottom=bottom, color=COLORS[axis], label=f"{label} ({axis})")
         bottom += heights
     axes.set(xlabel="dp x pp x tp", ylabel="MB sent per rank and step")
+    axes.margins(y=0.1)
     axes.legend(frameon=False)
     save(drawn, "hybrid_mesh")
 

@@ -22,7 +22,7 @@ ROWS, HIDDEN, WIDE = 6, 8, 16
 
 
 def draw(t: int) -> None:
-    """The matrices side by side, a colour for what each rank has."""
+    """The matrices, a colour for what each rank has."""
     from matplotlib.patches import Rectangle
 
     drawn, axes = figure(1, 1, (8, 3))
