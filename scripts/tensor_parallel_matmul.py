@@ -27,21 +27,20 @@ def draw(t: int) -> None:
 
     drawn, axes = figure(1, 1, (8, 3))
     place = 0.0
-    for name, height, width, cut in (
-        ("x\nwhole", ROWS, HIDDEN, ""),
-        ("A\nby columns", HIDDEN, WIDE, "columns"),
-        ("h = x A\nby columns", ROWS, WIDE, "columns"),
-        ("B\nby rows", WIDE, HIDDEN, "rows"),
-        ("y = f(h) B\nsummed: whole", ROWS, HIDDEN, ""),
+    for name, height, width, columns, rows in (
+        ("x\nwhole", ROWS, HIDDEN, 1, 1),
+        ("A\nby columns", HIDDEN, WIDE, t, 1),
+        ("h = x A\nby columns", ROWS, WIDE, t, 1),
+        ("B\nby rows", WIDE, HIDDEN, 1, t),
+        ("y = f(h) B\nsummed: whole", ROWS, HIDDEN, 1, 1),
     ):
-        for rank in range(t if cut else 1):
-            w = width / t if cut == "columns" else width
-            h = height / t if cut == "rows" else height
-            left = place + (rank * w if cut == "columns" else 0)
-            top = -rank * h if cut == "rows" else 0
-            color = f"C{rank % 10}" if cut else "#cccccc"
+        w, h = width / columns, height / rows
+        for rank in range(columns * rows):
+            left = place + rank * w * (columns > 1)
+            top = -rank * h * (rows > 1)
+            color = f"C{rank % 10}" if columns * rows > 1 else "#cccccc"
             axes.add_patch(Rectangle((left, top - h), w, h, facecolor=color, edgecolor="white"))
-            if cut:
+            if columns * rows > 1:
                 axes.text(left + w / 2, top - h / 2, str(rank), ha="center", va="center", color="w")
         axes.text(place + width / 2, 0.5, name, ha="center", va="bottom")
         place += width + 4
@@ -88,18 +87,12 @@ def main() -> None:
     h = x @ a
     f = np.maximum(h, 0)
     dh = (dy @ b.T) * (h > 0)
-    pairs = {
-        "h": (h_r, h[:, mine]),
-        "h, gathered": (gathered, h),
-        "y": (y, f @ b),
-        "dA": (da_r, x.T @ dh[:, mine]),
-        "dB": (db_r, f.T[mine] @ dy),
-        "dx": (dx, dh @ a.T),
-    }
-    worst = max(float(np.abs(got - right).max()) for got, right in pairs.values())
+    ours = h_r, gathered, y, da_r, db_r, dx
+    right = h[:, mine], h, f @ b, x.T @ dh[:, mine], f.T[mine] @ dy, dh @ a.T
+    worst = max(float(np.abs(one - other).max()) for one, other in zip(ours, right, strict=True))
     worst = float(tp.allreduce(np.array([worst]), "max")[0])
     arrays = {"x": x, "A": a_r, "h": h_r, "B": b_r, "y": y, "dB": db_r, "dA": da_r, "dx": dx}
-    shapes = tp.allgather_json({name: list(array.shape) for name, array in arrays.items()})
+    shapes = tp.allgather_json(["x".join(map(str, array.shape)) for array in arrays.values()])
     tp.free()
     if r:
         return
@@ -107,9 +100,7 @@ def main() -> None:
     print(f"\nshapes on {t} ranks; x is {x.shape}, A {a.shape}, B {b.shape}")
     print("  rank" + "".join(f"{name:>10}" for name in arrays))
     for rank, row in enumerate(shapes):
-        print(
-            f"  {rank:>4}" + "".join(f"{'x'.join(map(str, shape)):>10}" for shape in row.values())
-        )
+        print(f"  {rank:>4}" + "".join(f"{shape:>10}" for shape in row))
     reduced, gather = 2 * (t - 1) * y.nbytes // t, (t - 1) * gathered.nbytes // t
     formula = {name: gather if "gathered" in name else reduced for name in sent}
     print("\nbytes that a rank sends           counted   by formula")
