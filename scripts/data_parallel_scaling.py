@@ -10,55 +10,30 @@ replicas gain in compute they give back in communication, the sooner the smaller
 Prints a table and draws it.
 """
 
-import dataclasses
-import statistics
-import time
-
 import numpy as np
-from lesson import WORLD, claim, figure, save, wait_for_all
-from mpi4py import MPI
-from threadpoolctl import threadpool_limits
+from lesson import COLORS, WORLD, change, claim, figure, save, train
 
-from mpiparallel import settings as settings_module
-from mpiparallel.data import Batch
-from mpiparallel.mesh import Mesh
 from mpiparallel.settings import Settings
-from mpiparallel.train import Trainer
 
-BATCH, STEPS, VOCABULARY = 8, 8, 65
+BATCH, STEPS = 8, 8
 MODEL = Settings(layers=4, heads=4, hidden=256, seq_len=32, pp=1, tp=1)
 
 
 def measure(dp: int, global_batch: int) -> dict[str, float] | None:
-    """Median seconds of a step on the first dp ranks; None on the others."""
-    part = WORLD.Split(0 if WORLD.rank < dp else MPI.UNDEFINED)
-    if part == MPI.COMM_NULL:
-        return None
-    settings = dataclasses.replace(MODEL, dp=dp, global_batch=global_batch)
-    with Mesh(dp, 1, 1, part) as mesh:
-        trainer = Trainer(settings_module.check(settings, dp), settings.model_config(65), mesh)
-        state = trainer.data_parallel
-        tokens = np.random.default_rng(0).integers(0, VOCABULARY, (global_batch, MODEL.seq_len))
-        batch = Batch(tokens, np.roll(tokens, -1, 1), tokens.size)
-        rows = []
-        for _ in range(STEPS):
-            exposed, hidden, start = state.exposed, state.hidden, time.perf_counter()
-            trainer.step(batch, 1e-4)
-            step = time.perf_counter() - start
-            rows.append((step, state.exposed - exposed, state.hidden - hidden))
-        columns = zip(*rows[1:], strict=True)
-        step, exposed, hidden = (statistics.median(column) for column in columns)
-        sent = sum(row["bytes"] for row in mesh.ledger.rows() if row["axis"] == "dp") / STEPS
-    part.Free()
-    return {
+    """Median seconds of a step on the first dp ranks, and its bytes per rank; None on the others.
+
+    A replica has one BLAS thread, so that more of them have more cores, as far as there are any.
+    """
+    settings = change(MODEL, dp=dp, global_batch=global_batch)
+    run = train(settings, STEPS, blas_threads=1)
+    return run and {
         "dp": dp,
-        "sequences": global_batch,
-        "step": step,
-        "compute": step - exposed,
-        "exposed": exposed,
-        "hidden": hidden,
-        "sent": sent,
-        "rate": global_batch / step,
+        "step": run.seconds,
+        "compute": run.seconds - run.exposed,
+        "exposed": run.exposed,
+        "hidden": run.hidden,
+        "sent": run.on("dp") / dp,
+        "rate": global_batch / run.seconds,
     }
 
 
@@ -70,28 +45,27 @@ def draw(tables: dict[str, list[dict]]) -> None:
         names = [f"dp={row['dp']}\n{row['rate']:.0f} seq/s" for row in rows]
         compute = np.array([row["compute"] for row in rows]) * 1e3
         exposed = np.array([row["exposed"] for row in rows]) * 1e3
-        axis.bar(names, compute, label="compute", color="#4c72b0")
+        axis.bar(names, compute, label="compute", color=COLORS["forward"])
         hidden = np.minimum([row["hidden"] * 1e3 for row in rows], compute)
         axis.bar(
             names,
             hidden,
             bottom=compute - hidden,
             label="of it with communication hidden behind it",
-            color="none",
+            color=COLORS["forward"],
             edgecolor="white",
             hatch="///",
             linewidth=0,
         )
-        axis.bar(names, exposed, bottom=compute, label="exposed communication", color="#c44e52")
+        axis.bar(names, exposed, bottom=compute, label="exposed communication", color=COLORS["dp"])
         axis.set_title(title, fontsize=10)
         axis.margins(y=0.3)
     axes[0].set_ylabel("milliseconds per step")
-    axes[0].legend(fontsize=8, frameon=True, facecolor="#9fb4d6", loc="upper left")
+    axes[0].legend(fontsize=8, frameon=True, loc="upper left")
     save(drawn, "data_parallel_scaling")
 
 
 def main() -> None:
-    threadpool_limits(1, user_api="blas")  # a replica is a core: more of them add compute
     sizes = [2**n for n in range(10) if 2**n <= WORLD.size]
     plans = {
         f"{BATCH} sequences on every replica": [(dp, BATCH * dp) for dp in sizes],
@@ -99,10 +73,7 @@ def main() -> None:
     }
     tables: dict[str, list[dict]] = {}
     for title, plan in plans.items():
-        rows = []
-        for dp, global_batch in plan:
-            rows.append(measure(dp, global_batch))
-            wait_for_all()
+        rows = [measure(dp, global_batch) for dp, global_batch in plan]
         if WORLD.rank == 0:
             tables[title] = rows
             print(f"\n{title}")

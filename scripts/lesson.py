@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+from threadpoolctl import threadpool_limits
 
 from mpiparallel import settings as settings_module
 from mpiparallel.comm.ledger import Ledger
@@ -62,10 +63,12 @@ def train(
     communicator: Any = WORLD,
     batch_of: Callable[[int], Batch] | None = None,
     lr: float = 1e-2,
+    blas_threads: int | None = None,
 ) -> Run | None:
     """Train for some steps on the first dp x pp x tp ranks of `communicator`; None on the others.
 
     All ranks call. batch_of(step) : the global batch, of real text where nothing is given.
+    blas_threads : of a rank; where nothing is given, what `train` takes.
     """
     ranks = (settings.dp or 1) * settings.pp * settings.tp
     part = communicator.Split(0 if communicator.rank < ranks else MPI.UNDEFINED, communicator.rank)
@@ -79,7 +82,10 @@ def train(
     config = settings.model_config(tokenizer.vocabulary)
     run, rows = Run(parameters=config.parameters), []
     with Mesh(settings.dp or 1, settings.pp, settings.tp, part) as mesh:
-        mesh.limit_blas_threads()
+        if blas_threads:
+            threadpool_limits(blas_threads, user_api="blas")
+        else:
+            mesh.limit_blas_threads()
         trainer = Trainer(settings, config, mesh)
         state = trainer.data_parallel
         for step in range(steps):
