@@ -20,9 +20,9 @@ from mpi4py import MPI
 
 from mpiparallel import backend
 from mpiparallel.backend import choice
-from mpiparallel.cli import FirstFailure
 from mpiparallel.comm.group import Group
 from mpiparallel.comm.ledger import Ledger
+from mpiparallel.job import FirstFailure
 
 WORLD = MPI.COMM_WORLD
 FIRST_FAILURE = FirstFailure(WORLD)
