@@ -1,4 +1,5 @@
 # make train    a small GPT learns real text on 8 MPI processes (2 x 2 x 2)
+# make report   the pictures of that run, in runs/first/report.html
 # make lessons  a short program for every claim of the README: tables, pictures, checked claims
 # make test     lint, then every test, on 1, 2, 4 and 8 ranks, and on stand-ins for GPU arrays
 # make gpu      on a machine with a GPU and CuPy: everything that only a device can prove
@@ -33,10 +34,13 @@ MPIRUN  ?= $(BIN)/mpirun --oversubscribe --bind-to none
 endif
 MPIRUN  ?= $(BIN)/mpirun
 
-.PHONY: train lessons test lint unit mpi strict gpu clean
+.PHONY: train report lessons test lint unit mpi strict gpu clean
 
 train: $(VENV)/.ready-run
-	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --steps 700 --out runs/first
+	$(MPIRUN) -n 8 $(BIN)/python -m mpiparallel train --dp 2 --pp 2 --tp 2 --steps 700 --trace 350-351 --out runs/first
+
+report: $(VENV)/.ready-test
+	$(BIN)/python -m mpiparallel report runs/first
 
 LESSONS := 4:data_parallel 4:data_parallel_scaling 4:tensor_parallel_matmul 4:pipeline_bubble \
     8:hybrid_mesh 4:zero_vs_tensor 4:wrong_answers 4:mistakes
