@@ -51,7 +51,9 @@ def mesh(
     ]
     links = [
         {
-            **_line(places, x, y, one, other, axis),
+            "x": x_of_point,
+            "y": y_of_point,
+            "order": order,
             "axis": look.NAMES_OF_AXES[axis],
             "pair": f"rank {one} and rank {other}",
             "there": look.bytes_text(between[axis][one][other]),
@@ -62,6 +64,9 @@ def mesh(
         for one in ranks
         for other in ranks
         if one < other and between[axis][one][other] + between[axis][other][one]
+        for order, (x_of_point, y_of_point) in enumerate(
+            _line(axis, (x[one], y[one]), (x[other], y[other]), places[one].tp / sizes["tp"])
+        )
     ]
     frame: dict[str, Any] = dict(
         x=alt.X("left:Q", axis=None, scale=alt.Scale(domain=[0, sizes["pp"]], nice=False)),
@@ -81,12 +86,12 @@ def mesh(
     used = [name for name in colours if any(link["axis"] == name for link in links)]
     lines = (
         alt.Chart(alt.Data(values=links))
-        .mark_rule(strokeWidth=4)
+        .mark_line(strokeWidth=4, strokeJoin="round")
         .encode(
-            x=alt.X("x1:Q", axis=None),
-            y=alt.Y("y1:Q", axis=None),
-            x2="x2:Q",
-            y2="y2:Q",
+            x=alt.X("x:Q", axis=None),
+            y=alt.Y("y:Q", axis=None),
+            detail="pair:N",
+            order="order:Q",
             color=alt.Color(
                 "axis:N",
                 title=None,
@@ -139,24 +144,18 @@ def _sent(between: dict[str, list[list[int]]], axis: str, rank: int) -> str:
 
 
 def _line(
-    places: dict[int, Coordinates],
-    x: dict[int, float],
-    y: dict[int, float],
-    one: int,
-    other: int,
-    axis: str,
-) -> dict[str, float]:
-    """Ends of a line. Those of one axis that would cover each other lie beside each other; a rank's
-    cell covers the middle of a line that only passes it."""
-    place = places[one]
-    aside = {"pp": (0.0, 0.12), "tp": (-0.22, 0.0), "dp": (0.04, 0.0)}[axis]
-    shift = 0.07 * place.tp if axis == "dp" else 0.0
-    return {
-        "x1": x[one] + aside[0] + shift,
-        "x2": x[other] + aside[0] + shift,
-        "y1": y[one] + aside[1],
-        "y2": y[other] + aside[1],
-    }
+    axis: str, one: tuple[float, float], other: tuple[float, float], aside: float
+) -> list[tuple[float, float]]:
+    """Points of a line between two ranks' cells. tp and pp go straight; a cell covers the middle
+    of one that only passes it. dp goes round the cells between two replicas, on their right;
+    aside : 0 to 1, so that such lines lie side by side."""
+    (x1, y1), (x2, y2) = one, other
+    if axis == "tp":
+        return [(x1 - 0.22, y1), (x2 - 0.22, y2)]
+    if axis == "pp":
+        return [(x1, y1 + 0.12), (x2, y2 + 0.12)]
+    outside = x1 + 0.37 + 0.08 * aside
+    return [(x1, y1 - 0.1), (outside, y1 - 0.1), (outside, y2 - 0.1), (x2, y2 - 0.1)]
 
 
 def _boxes(

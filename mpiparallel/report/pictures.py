@@ -105,7 +105,7 @@ def traffic(laws: list[dict], steps: int) -> Picture:
     bars = base.mark_bar(height={"band": 0.62}).encode(
         x=alt.X(
             "counted:Q",
-            title=f"{unit} in the whole run, all ranks together",
+            title=f"{unit} in the whole run; black: by formula",
             scale=alt.Scale(domain=[0, most], nice=False),
         ),
         color=alt.Color("axis:N", scale=scale(look.AXES), legend=None),
