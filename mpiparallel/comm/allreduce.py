@@ -3,7 +3,7 @@
 Each of these sums n bytes over p ranks in place, and leaves the same bits on all of them:
 
     algorithm            bytes that a rank sends                        what `auto` takes it for
-    window               none: memory, counted as a ring's              ranks of a node up to 32 MiB
+    window               none: memory, counted as a ring's              ranks of a node up to 8 MiB
                                                                         (device arrays: as below)
     mpi                  what MPI_Allreduce does, counted as a ring     up to 256 KiB elsewhere
     hierarchical         2(m-1)/m n inside, 2(k-1)/k n/m across         k nodes of m ranks
@@ -33,8 +33,10 @@ from mpiparallel.comm.group import Group
 from mpiparallel.comm.pending import Pending
 from mpiparallel.comm.ring import Steps, run
 
-# Bytes. Beyond, the ring is steadier: at 64 MiB 1.7 to 3.1 times MPI_Allreduce, this 0.7 to 4.
-WINDOW_UP_TO = 32 << 20
+# Bytes. Where two cores share no cache, a store to memory that the other has read is slow:
+# 2.6 GB/s, and 44 where it had not. At 16 MiB the window was then 0.4 to 0.7 times MPI_Allreduce,
+# the ring 0.8 to 1.4 times. Where they share one, the window was 1.4 to 1.8 times, the ring 1.1.
+WINDOW_UP_TO = 8 << 20
 LIBRARY_UP_TO = 256 * 1024  # bytes: over a network C starts its messages sooner than Python
 
 ALGORITHMS = ("window", "hierarchical", "recursive_doubling", "ring", "mpi")
