@@ -4,7 +4,7 @@
     average gradients    dp: all-reduces of this rank's share of the parameters, in buckets, that
                          start while backward goes on
     sum tied gradients   pp: first and last stage exchange the token table's gradient
-    loss and norm        world: one all-reduce of two numbers
+    loss, norm, stop     world: one all-reduce of three numbers
     clip, AdamW          no message
 
 Every rank runs `train`; rank 0 alone prints and writes.
