@@ -64,9 +64,10 @@ class NcclCommunicator:
         self.communicator.Free()
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
-        sent = _at(sendbuf, count, datatype).copy()
-        received = _at(recvbuf, count, datatype)
-        _posted.append(self.communicator.Iallreduce(sent, received, _OPS[op]))
+        # In place: mpi4py does not keep alive what a non-blocking reduction sends.
+        buffer = _at(recvbuf, count, datatype)
+        buffer[...] = _at(sendbuf, count, datatype)
+        _posted.append(self.communicator.Iallreduce(MPI.IN_PLACE, buffer, _OPS[op]))
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         received = _at(recvbuf, count * self.communicator.size, datatype)

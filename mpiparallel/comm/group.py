@@ -171,6 +171,7 @@ class Group:
             (piece, via.library.ascontiguousarray(full[:, piece])) for piece in pieces(mine.size)
         ]
         via.ready()
+        # mpi4py does not keep alive what a non-blocking reduction sends: `cut` has to, to the end.
         requests = [
             via.communicator.Ireduce_scatter_block(part, mine[piece], op=mpi_op)
             for piece, part in cut

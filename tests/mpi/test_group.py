@@ -160,6 +160,17 @@ def test_long_messages_are_cut_into_pieces(world, monkeypatch):
     equal(pending.wait(), every[peer])
 
 
+def test_operations_under_way_keep_their_arrays_alive(world):
+    many, mine, peer = range(40), world.rank, world.size - 1 - world.rank
+    received = [world.irecv(device(np.zeros(128)), peer) for _ in many]
+    summed = [world.iallreduce(device(np.full(128, float(k + mine)))) for k in many]
+    sent = [world.isend(device(np.full(128, float(k * mine))), peer) for k in many]
+    for k in many:
+        equal(summed[k].wait(), np.full(128, float(sum(k + rank for rank in range(world.size)))))
+        equal(received[k].wait(), np.full(128, float(k * peer)))
+        sent[k].wait()
+
+
 def test_all_ranks_get_the_same_bits_twice(world):
     mine = device(np.random.default_rng(world.rank).standard_normal(1001).astype("float32"))
     first, second = world.allreduce(mine), world.allreduce(mine)
